@@ -1,0 +1,55 @@
+"""Token sequences and training batches, both packed: documents lie end to end on one token axis.
+
+Packing keeps every matrix product free of padding. With N tokens in D documents, document d holds the rows
+offsets[d] to offsets[d + 1].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Tokenised conversations. ids: int32 [N]; loss_mask: bool [N], true where a token is supervised;
+    offsets: int64 [D + 1]."""
+
+    ids: Tensor
+    loss_mask: Tensor
+    offsets: Tensor
+
+    def __len__(self) -> int:
+        return self.offsets.numel() - 1
+
+    def __getitem__(self, document: int) -> tuple[Tensor, Tensor]:
+        """(ids [T], loss_mask [T]) of one document."""
+        if not 0 <= document < len(self):
+            raise IndexError(document)
+        start, stop = int(self.offsets[document]), int(self.offsets[document + 1])
+        return self.ids[start:stop], self.loss_mask[start:stop]
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return (self[document] for document in range(len(self)))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One training batch of packed documents.
+
+    ids: int64 [N]; loss_mask: bool [N] (belongs to the token itself: true where x[t] is supervised);
+    offsets: int64 [D + 1]; features: [N, taps * H], the tapped target states at x[t];
+    last_hidden: [N, H], the target's final-normed state at x[t], which predicts x[t + 1].
+    """
+
+    ids: Tensor
+    loss_mask: Tensor
+    offsets: Tensor
+    features: Tensor
+    last_hidden: Tensor
+
+    def to(self, device: object) -> Batch:
+        """The same batch on another device."""
+        return Batch(*(value.to(device) for value in self.__dict__.values()))  # type: ignore[call-overload]

@@ -1,0 +1,125 @@
+"""What a target model is to the rest of the code: a few sizes and one forward pass.
+
+Shapes use B for batch, T for new tokens, H for the hidden size, V for the vocabulary.
+Layer ids ("taps") follow Hugging Face's `hidden_states`: id j is the residual stream after j layers,
+before the final norm; id 0 is the embedding output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from spec_decode.errors import DraftwrightError
+
+
+@dataclass(frozen=True)
+class TargetSpec:
+    """Sizes and constants of a target, enough to shape a draft for it."""
+
+    name: str
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope_parameters: dict[str, Any]
+    max_positions: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """What one forward pass returns; what wasn't asked for is None.
+
+    logits: [B, rows, V] for the rows asked for; features: [B, T, len(taps) * H], taps concatenated in the
+    order given; last_hidden: [B, T, H], after the final norm (the head's input).
+    """
+
+    logits: Tensor | None
+    features: Tensor | None
+    last_hidden: Tensor | None
+
+
+class Cache(Protocol):
+    """Key/value cache of a target that can keep one path of a tree."""
+
+    def length(self) -> int:
+        """Number of positions held."""
+        ...
+
+    def keep(self, start: int, path: Tensor) -> None:
+        """Keep positions < start and the rows start + path (ascending int64), drop the others."""
+        ...
+
+
+class Target(Protocol):
+    """A causal language model that can verify a tree in one pass."""
+
+    spec: TargetSpec
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def new_cache(self) -> Cache: ...
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Input embeddings: [...] -> [..., H]."""
+        ...
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits of final-normed hidden states: [..., H] -> [..., V]."""
+        ...
+
+    def head_weight(self) -> Tensor:
+        """The unembedding matrix, [V, H]."""
+        ...
+
+    def forward(
+        self,
+        ids: Tensor,
+        *,
+        cache: Any = None,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        taps: tuple[int, ...] = (),
+        logits: slice | None = None,
+        last_hidden: bool = False,
+    ) -> TargetOutput:
+        """Run ids [B, T] after what `cache` holds.
+
+        positions: [B, T] absolute, default: consecutive. mask: bool [T, T] among the new tokens (row sees
+        column), default: causal; everything cached is visible to all. logits: which rows of T get logits.
+        """
+        ...
+
+
+def default_taps(num_layers: int) -> tuple[int, int, int]:
+    """EAGLE-3's three target states, hidden_states[2], [n//2] and [n-3] (arXiv:2503.01840, reference code).
+
+    Raises DraftwrightError where a shallow target makes them collide.
+    """
+    return check_taps((2, num_layers // 2, num_layers - 3), num_layers)  # type: ignore[return-value]
+
+
+def check_taps(taps: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """Return ascending, distinct taps that exist before the last layer, or raise DraftwrightError naming valid ones."""
+    if not taps or list(taps) != sorted(set(taps)) or taps[0] < 1 or taps[-1] >= num_layers:
+        raise DraftwrightError(
+            f"target layers {list(taps)} cannot be tapped on a target of {num_layers} layers: choose ascending, "
+            f"distinct ids from 1 to {num_layers - 1}, for example module.target_layers={_example(num_layers)}"
+        )
+    return taps
+
+
+def _example(num_layers: int) -> list[int]:
+    return sorted({max(1, min(num_layers - 1, i)) for i in (1, num_layers // 2, num_layers - 1)})

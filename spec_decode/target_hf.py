@@ -1,0 +1,158 @@
+"""Any Llama-like Hugging Face causal LM as a target.
+
+Only what is asked for is computed: chosen layers are read by hooks, the head runs on chosen rows.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from contextlib import ExitStack
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from spec_decode.cache import TreeCache
+from spec_decode.errors import DraftwrightError
+from spec_decode.target import TargetOutput, TargetSpec, check_taps
+
+# Config fields of models whose logits are not simply head(last_hidden); we refuse them instead of being wrong.
+_SCALED_HEADS = {"logit_scale": 1.0, "logits_scaling": 1.0, "final_logit_softcapping": None, "lm_head_multiplier": 1.0}
+
+
+class HFTarget:
+    """Wraps a transformers causal LM; see `spec_decode.target.Target` for the contract.
+
+    Raises DraftwrightError for models with sliding-window layers or scaled logits, which it would get wrong.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str = "") -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.spec = _spec(model, name)
+        self._base = model.base_model
+        # transformers 5.24 renamed the argument; older 5.x only know the old name.
+        parameters = inspect.signature(self._base.forward).parameters
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    def new_cache(self) -> TreeCache:
+        return TreeCache()
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.model.get_input_embeddings()(ids)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self.model.get_output_embeddings()(hidden)
+
+    def head_weight(self) -> Tensor:
+        return self.model.get_output_embeddings().weight
+
+    def forward(
+        self,
+        ids: Tensor,
+        *,
+        cache: TreeCache | None = None,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        taps: tuple[int, ...] = (),
+        logits: slice | None = None,
+        last_hidden: bool = False,
+    ) -> TargetOutput:
+        past = cache.length() if cache is not None else 0
+        if positions is None:
+            positions = torch.arange(past, past + ids.shape[1], device=ids.device).expand(ids.shape)
+        kwargs: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "use_cache": cache is not None}
+        if cache is not None:
+            kwargs[self._cache_argument] = cache
+        if mask is not None:
+            kwargs["attention_mask"] = self._additive(mask, past)
+        captured: dict[int, Tensor] = {}
+        with ExitStack() as stack, torch.no_grad():
+            for tap in check_taps(taps, self.spec.num_layers) if taps else ():
+                hook = self._base.layers[tap - 1].register_forward_hook(_store(captured, tap))
+                stack.callback(hook.remove)
+            hidden = self._base(**kwargs).last_hidden_state
+            return TargetOutput(
+                logits=self.head(hidden[:, logits]) if logits is not None else None,
+                features=torch.cat([captured[tap] for tap in taps], dim=-1) if taps else None,
+                last_hidden=hidden if last_hidden else None,
+            )
+
+    def _additive(self, mask: Tensor, past: int) -> Tensor:
+        """bool [T, T] -> additive [1, 1, T, past + T] in the model's dtype."""
+        rows = mask.shape[0]
+        full = torch.zeros(1, 1, rows, past + rows, dtype=self.dtype, device=mask.device)
+        full[0, 0, :, past:].masked_fill_(~mask, torch.finfo(self.dtype).min)
+        return full
+
+
+def load_target(path: str, dtype: str = "float32", device: str = "cpu") -> tuple[HFTarget, PreTrainedTokenizerBase]:
+    """Load a causal LM and its tokenizer from a folder or by hub name. Raises DraftwrightError when it isn't there."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DraftwrightError(
+            f"the target '{path}' could not be loaded ({_first_line(error)}): pass a folder with config.json, "
+            "safetensors and tokenizer files, or a hub name you can reach, as target.path=…"
+        ) from error
+    return HFTarget(model.to(device), name=str(path)), tokenizer
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of the vocabulary and the chat template: equal exactly when token ids mean the same."""
+    content = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template], ensure_ascii=False)
+    return sha256(content.encode()).hexdigest()[:16]
+
+
+def load_config(path: str | Path) -> Any:
+    """The Hugging Face config of a model folder or hub name."""
+    return AutoConfig.from_pretrained(path)
+
+
+def _store(captured: dict[int, Tensor], tap: int) -> Any:
+    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+        captured[tap] = output[0] if isinstance(output, tuple) else output
+
+    return hook
+
+
+def _spec(model: PreTrainedModel, name: str) -> TargetSpec:
+    config = model.config
+    for field, neutral in _SCALED_HEADS.items():
+        if getattr(config, field, neutral) not in (neutral, None):
+            raise DraftwrightError(f"target '{name}' scales its logits ({field}), which is not supported")
+    if "sliding_attention" in (getattr(config, "layer_types", None) or []):
+        raise DraftwrightError(f"target '{name}' has sliding-window layers, which are not supported")
+    if not hasattr(model.base_model, "layers"):
+        raise DraftwrightError(f"target '{name}' ({type(model).__name__}) is not Llama-like: it has no list `layers`")
+    eos = model.generation_config.eos_token_id if model.generation_config else config.eos_token_id
+    return TargetSpec(
+        name=name,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        intermediate_size=config.intermediate_size,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters=dict(config.rope_parameters),
+        max_positions=config.max_position_embeddings,
+        eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,),
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
