@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -33,6 +34,12 @@ class Sequences:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return (self[document] for document in range(len(self)))
+
+    def prefix(self, tokens: int) -> Sequences:
+        """The first documents that hold at least `tokens` tokens together, or all of them."""
+        documents = min(int(torch.searchsorted(self.offsets, tokens)), len(self))
+        stop = int(self.offsets[documents])
+        return Sequences(self.ids[:stop], self.loss_mask[:stop], self.offsets[: documents + 1])
 
 
 @dataclass(frozen=True)

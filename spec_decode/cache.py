@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -15,14 +16,12 @@ class TreeCache(DynamicCache):
 
     def keep(self, start: int, path: Tensor) -> None:
         """Keep positions < start and start + path; path is ascending int64 [A]."""
-        is_prefix = path.numel() == 0 or int(path[-1]) == path.numel() - 1
+        moves = path.numel() > 0 and int(path[-1]) != path.numel() - 1
         stop = start + path.numel()
-        for layer in self.layers:
-            if is_prefix:
-                layer.keys, layer.values = layer.keys[:, :, :stop], layer.values[:, :, :stop]
-            else:
-                layer.keys, layer.values = _gather(layer.keys, start, path), _gather(layer.values, start, path)
-
-
-def _gather(states: Tensor, start: int, path: Tensor) -> Tensor:
-    return torch.cat((states[:, :, :start], states[:, :, start + path]), dim=2)
+        layers: list[Any] = self.layers
+        for layer in layers:
+            if moves:
+                # In place, because copying the whole prefix each round would cost more.
+                layer.keys[:, :, start:stop] = layer.keys[:, :, start + path]
+                layer.values[:, :, start:stop] = layer.values[:, :, start + path]
+            layer.keys, layer.values = layer.keys[:, :, :stop], layer.values[:, :, :stop]

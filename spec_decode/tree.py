@@ -32,14 +32,20 @@ class Tree:
 
     def depth(self) -> Tensor:
         """int64 [N], 0 at the root."""
-        return self.ancestor_mask().sum(dim=1) - 1
+        depth: list[int] = []
+        for parent in self.parent.tolist():
+            depth.append(depth[parent] + 1 if parent >= 0 else 0)
+        return torch.tensor(depth)
 
     def ancestor_mask(self) -> Tensor:
         """bool [N, N]: row sees column exactly when column is the row itself or one of its ancestors."""
-        mask = torch.eye(len(self), dtype=torch.bool)
+        seen: list[list[int]] = []
         for node, parent in enumerate(self.parent.tolist()):
-            if parent >= 0:
-                mask[node] |= mask[parent]
+            seen.append([*(seen[parent] if parent >= 0 else ()), node])
+        mask = torch.zeros(len(self), len(self), dtype=torch.bool)
+        mask[[row for row, columns in enumerate(seen) for _ in columns], [c for columns in seen for c in columns]] = (
+            True
+        )
         return mask
 
 

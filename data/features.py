@@ -1,0 +1,197 @@
+"""Target states for training: computed in the step, or captured once to disk and memory-mapped.
+
+A cache folder is named by a fingerprint of all that its content depends on: the target's weights, the token ids
+and loss masks (which tokenizer, template, data and length end in), the tapped layers and the dtype. So a cache of
+another configuration is never read; a new one is written beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from rich.progress import track
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from data.batch import Batch, Sequences
+from spec_decode.checkpoint import write_atomically
+from spec_decode.errors import DraftwrightError
+from spec_decode.target import Target
+
+SHARD_TOKENS = 32_768
+CAPTURE_TOKENS = 2_048  # tokens in one forward pass of the target
+
+
+class FeatureSource(Protocol):
+    """Documents with their target states. lengths: tokens of every document."""
+
+    lengths: list[int]
+
+    def batch(self, documents: Sequence[int]) -> Batch:
+        """The packed batch of these documents, in the order given."""
+        ...
+
+
+def run_target(target: Target, documents: list[Tensor], taps: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+    """(features [T, taps * H], last_hidden [T, H]) of every document from one forward pass.
+
+    Documents are padded on the right: under causal attention no real token sees the padding.
+    """
+    ids = torch.nn.utils.rnn.pad_sequence([document.long() for document in documents], batch_first=True)
+    with torch.no_grad():
+        output = target.forward(ids.to(target.device), taps=taps, last_hidden=True)
+    assert output.features is not None
+    assert output.last_hidden is not None
+    return [
+        (output.features[row, : document.numel()], output.last_hidden[row, : document.numel()])
+        for row, document in enumerate(documents)
+    ]
+
+
+class OnlineFeatures:
+    """Runs the target for every batch: nothing on disk, the target's forward pass in each step."""
+
+    def __init__(self, target: Target, sequences: Sequences, taps: tuple[int, ...]) -> None:
+        self.target, self.sequences, self.taps = target, sequences, taps
+        self.lengths = sequences.offsets.diff().tolist()
+
+    def batch(self, documents: Sequence[int]) -> Batch:
+        states = run_target(self.target, [self.sequences[document][0] for document in documents], self.taps)
+        return _pack(self.sequences, documents, states)
+
+
+class CachedFeatures:
+    """Reads a folder written by `capture`."""
+
+    def __init__(self, folder: Path, sequences: Sequences) -> None:
+        self.sequences = sequences
+        self.lengths = sequences.offsets.diff().tolist()
+        manifest = json.loads((folder / "manifest.json").read_text())
+        self._places: list[list[int]] = manifest["places"]  # document -> [shard, first row]
+        try:
+            self._shards = [safe_open(folder / name, framework="pt") for name in manifest["shards"]]
+        except (OSError, SafetensorError) as error:
+            raise DraftwrightError(
+                f"the feature cache {folder} is damaged ({error}): delete the folder to capture it again"
+            ) from error
+
+    def batch(self, documents: Sequence[int]) -> Batch:
+        return _pack(self.sequences, documents, [self._read(document) for document in documents])
+
+    def _read(self, document: int) -> tuple[Tensor, Tensor]:
+        shard, row = self._places[document]
+        rows = slice(row, row + self.lengths[document])
+        features = self._shards[shard].get_slice("features")[rows]
+        return features, self._shards[shard].get_slice("last_hidden")[rows]
+
+
+def cached_features(
+    target: Target, sequences: Sequences, taps: tuple[int, ...], root: str | Path, name: str
+) -> CachedFeatures:
+    """Features of `sequences` from the cache under `root`, captured first where they aren't there.
+
+    Raises DraftwrightError if the disk is full, the folder can't be written or a shard is damaged.
+    """
+    identity = fingerprint(target, sequences, taps)
+    folder = Path(root).expanduser() / "features" / f"{name}-{identity}"
+    if not _is_complete(folder, identity):
+        capture(target, sequences, taps, folder, identity)
+    return CachedFeatures(folder, sequences)
+
+
+def fingerprint(target: Target, sequences: Sequences, taps: tuple[int, ...]) -> str:
+    """A hash of everything that the states depend on."""
+    digest = sha256(f"{taps} {target.dtype}".encode())
+    tensors: Iterable[Tensor] = (sequences.ids, sequences.loss_mask, sequences.offsets, *target.weights())
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]
+
+
+def capture(target: Target, sequences: Sequences, taps: tuple[int, ...], folder: Path, identity: str) -> None:
+    """Write the states of all documents as safetensors shards; manifest.json comes last and makes them valid."""
+    size = (len(taps) + 1) * target.spec.hidden_size * target.dtype.itemsize
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _check_space(folder, size * int(sequences.offsets[-1]))
+        manifest = _write_shards(target, sequences, taps, folder)
+        manifest["fingerprint"] = identity
+        write_atomically(folder / "manifest.json", lambda path: path.write_text(json.dumps(manifest)))
+    except (OSError, SafetensorError) as error:
+        raise DraftwrightError(
+            f"could not write the feature cache to {folder} ({error}): free space, or set cache_dir=FOLDER or "
+            "features=online"
+        ) from error
+
+
+def _write_shards(target: Target, sequences: Sequences, taps: tuple[int, ...], folder: Path) -> dict[str, Any]:
+    lengths = sequences.offsets.diff().tolist()
+    places: list[list[int]] = [[]] * len(sequences)
+    shards: list[str] = []
+    pending: list[tuple[Tensor, Tensor]] = []
+    rows = 0
+
+    def flush() -> None:
+        name = f"shard-{len(shards):05d}.safetensors"
+        features, last_hidden = (torch.cat(parts).cpu() for parts in zip(*pending, strict=True))
+        shard = {"features": features, "last_hidden": last_hidden}
+        write_atomically(folder / name, lambda path: save_file(shard, path))
+        shards.append(name)
+        pending.clear()
+
+    batches = list(_by_length(lengths))
+    for documents in track(batches, description=f"capturing {sum(lengths):,} tokens of target states"):
+        if rows >= SHARD_TOKENS:
+            flush()
+            rows = 0
+        states = run_target(target, [sequences[document][0] for document in documents], taps)
+        for document, state in zip(documents, states, strict=True):
+            places[document] = [len(shards), rows]
+            rows += lengths[document]
+            pending.append(state)
+    if pending:
+        flush()
+    return {"shards": shards, "places": places}
+
+
+def _by_length(lengths: list[int]) -> Iterator[list[int]]:
+    """Documents in batches of similar length, about CAPTURE_TOKENS each, so that little is padded."""
+    order = sorted(range(len(lengths)), key=lambda document: (-lengths[document], document))
+    batch: list[int] = []
+    for document in order:
+        batch.append(document)
+        if len(batch) * lengths[batch[0]] >= CAPTURE_TOKENS:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _is_complete(folder: Path, identity: str) -> bool:
+    try:
+        return json.loads((folder / "manifest.json").read_text()).get("fingerprint") == identity
+    except (OSError, ValueError):
+        return False
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise DraftwrightError(
+            f"the feature cache needs {needed / 1e9:.1f} GB but {folder} has {free / 1e9:.1f} GB free: lower "
+            "train_tokens, or set cache_dir=FOLDER or features=online"
+        )
+
+
+def _pack(sequences: Sequences, documents: Sequence[int], states: list[tuple[Tensor, Tensor]]) -> Batch:
+    ids, masks = zip(*(sequences[document] for document in documents), strict=True)
+    lengths = torch.tensor([0, *(part.numel() for part in ids)])
+    features, last_hidden = (torch.cat(parts) for parts in zip(*states, strict=True))
+    return Batch(torch.cat(ids).long(), torch.cat(masks), lengths.cumsum(0), features, last_hidden)

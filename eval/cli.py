@@ -1,0 +1,25 @@
+"""`python -m eval checkpoint=FOLDER benchmark=mt_bench`: acceptance length and speedup of a draft."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from conf import launch
+from eval.run import run
+
+
+def main() -> None:
+    """Start the verb that the command line names."""
+    OmegaConf.register_new_resolver("draft_name", draft_name, replace=True)
+    launch("eval", {"run": ("eval", run)}, sys.argv)
+
+
+def draft_name(checkpoint: str | None) -> str:
+    """What to call the draft in a folder: its name; for VARIANT/DATE/draft, as training writes it, VARIANT_DATE."""
+    if not checkpoint:
+        return "none"
+    folder = Path(checkpoint).resolve()
+    return "_".join(folder.parts[-3:-1]) if folder.name == "draft" else folder.name

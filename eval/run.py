@@ -1,0 +1,185 @@
+"""Measure a draft on prompts: decode both ways, then report.json, report.html and a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from data.chat import encode_prompt
+from data.messages import Message, UnusableRow
+from data.prompts import load_prompts
+from eval.bench import Pair, check_lengths, measure
+from eval.examples import Example, make_example
+from eval.html import page
+from eval.report import describe_tree, environment, show
+from eval.tau import baseline_s_per_forward, differences, summarise
+from spec_decode.checkpoint import write_folder
+from spec_decode.drafter import Drafter
+from spec_decode.drafters import load_draft
+from spec_decode.errors import DraftwrightError
+from spec_decode.sampling import Sampling
+from spec_decode.target_hf import HFTarget, open_target, tokenizer_fingerprint
+from spec_decode.tree import TreePlan
+
+EXAMPLES = 3  # decoded answers that the page shows
+
+
+def run(cfg: DictConfig) -> dict[str, Any]:
+    """The command: load the draft, the prompts and the target as configured, then `evaluate`."""
+    if not cfg.checkpoint:
+        raise DraftwrightError("no draft is chosen: pass checkpoint=FOLDER, the folder that training wrote")
+    if cfg.max_new_tokens < 1:
+        raise DraftwrightError(f"max_new_tokens must be at least 1, got {cfg.max_new_tokens}")
+    sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p)
+    tree = instantiate(cfg.tree, _convert_="all")
+    draft = load_draft(cfg.checkpoint)
+    prompts = _load_benchmarks(cfg)  # before the target, which takes long to load
+    target, tokenizer = open_target(OmegaConf.to_container(cfg.target, resolve=True))  # type: ignore[arg-type]
+    fit_draft(draft, target, tokenizer, str(cfg.checkpoint))
+    return evaluate(
+        target,
+        tokenizer,
+        draft,
+        prompts,
+        tree=tree,
+        max_new_tokens=cfg.max_new_tokens,
+        sampling=sampling,
+        seed=cfg.seed,
+        output_dir=cfg.output_dir,
+        draft_name=cfg.draft_name,
+    )
+
+
+def fit_draft(draft: Drafter, target: HFTarget, tokenizer: PreTrainedTokenizerBase, folder: str) -> None:
+    """Give the draft the target's device, dtype and shared weights; DraftwrightError if it is another target's."""
+    config: Any = draft.config
+    if config.tokenizer not in ("", tokenizer_fingerprint(tokenizer)):  # an imported draft may not know its tokenizer
+        raise DraftwrightError(
+            f"the draft in {folder} was trained with another tokenizer or chat template than that of "
+            f"{target.spec.name}: choose the target it was trained for with target=… or target.path=…"
+        )
+    draft.to(device=target.device, dtype=target.dtype).eval()
+    draft.bind(target)
+
+
+def evaluate(
+    target: HFTarget,
+    tokenizer: PreTrainedTokenizerBase,
+    draft: Drafter,
+    benchmarks: Mapping[str, Sequence[Sequence[Message]]],
+    *,
+    tree: TreePlan,
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int,
+    output_dir: str | Path,
+    draft_name: str,
+) -> dict[str, Any]:
+    """Decode every prompt with and without the draft; write both reports to output_dir and print the table.
+
+    The draft is bound to the target, in its dtype and in eval mode (`fit_draft`). Each prompt is a conversation that
+    ends with a user's turn. Returns what report.json holds. Raises DraftwrightError for an empty benchmark or a
+    prompt that is too long, before anything is decoded.
+    """
+    ids = {name: encode(tokenizer, name, prompts) for name, prompts in benchmarks.items()}
+    for name, prompts in ids.items():
+        check_lengths(name, prompts, target.spec.max_positions)
+    pairs: dict[str, list[Pair]] = {}
+    with _progress() as progress:
+        for name, prompts in ids.items():
+            task = progress.add_task(name, total=len(prompts))
+            pairs[name] = measure(
+                target,
+                draft,
+                prompts,
+                tree=tree,
+                max_new_tokens=max_new_tokens,
+                sampling=sampling,
+                seed=seed,
+                warm_up=not pairs,
+                advance=partial(progress.advance, task),
+            )
+    settings = {"max_new_tokens": max_new_tokens, "top_k": sampling.top_k, "top_p": sampling.top_p, "seed": seed}
+    report = {
+        "target": target.spec.name,
+        "draft": draft_name,
+        "temperature": sampling.temperature,
+        "tree": describe_tree(tree),
+        "environment": environment(target.dtype, target.device, settings),
+        "benchmarks": {name: _numbers(target, found, sampling) for name, found in pairs.items()},
+    }
+    examples = _examples(benchmarks, pairs, tokenizer)
+    baseline_s = {name: baseline_s_per_forward([pair.baseline for pair in found]) for name, found in pairs.items()}
+    _publish(report, page(report, examples, baseline_s), Path(output_dir))
+    return report
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, name: str, prompts: Sequence[Sequence[Message]]) -> list[Tensor]:
+    """The prompts of one benchmark as token ids, int64 [P] each, up to where the assistant begins to answer."""
+    encoded = []
+    for i, messages in enumerate(prompts):
+        try:
+            encoded.append(torch.tensor(encode_prompt(tokenizer, messages), dtype=torch.int64))
+        except UnusableRow as error:
+            raise DraftwrightError(f"prompt {i} of benchmark '{name}' can't be used: {error}") from error
+    return encoded
+
+
+def _load_benchmarks(cfg: DictConfig) -> dict[str, list[list[Message]]]:
+    names = [cfg.benchmark] if isinstance(cfg.benchmark, str) else list(cfg.benchmark)
+    if cfg.path and len(names) > 1:
+        raise DraftwrightError(f"path=… holds the prompts of one benchmark, but {len(names)} are chosen: name one")
+    return {name: load_prompts(name, cfg.path, cfg.limit) for name in names}
+
+
+def _numbers(target: HFTarget, pairs: Sequence[Pair], sampling: Sampling) -> dict[str, Any]:
+    parted = differences(target, pairs) if sampling.greedy else []
+    return {**summarise(pairs, greedy=sampling.greedy), "differences": parted}
+
+
+def _examples(
+    benchmarks: Mapping[str, Sequence[Sequence[Message]]],
+    pairs: Mapping[str, Sequence[Pair]],
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[Example]:
+    each = max(1, EXAMPLES // len(benchmarks))
+    return [
+        make_example(name, messages, pair, tokenizer)
+        for name, prompts in benchmarks.items()
+        for messages, pair in list(zip(prompts, pairs[name], strict=True))[:each]
+    ]
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("prompts"),
+        TimeRemainingColumn(),
+    )
+
+
+def _publish(report: dict[str, Any], html: str, folder: Path) -> None:
+    text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    files = {"report.json": text, "report.html": html}
+    write_folder(folder, {name: partial(_write_text, text) for name, text in files.items()})
+    console = Console()
+    show(report, console)
+    for name in files:
+        console.print(folder / name, soft_wrap=True, highlight=False)
+
+
+def _write_text(text: str, path: Path) -> None:
+    path.write_text(text, encoding="utf-8")

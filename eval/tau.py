@@ -1,0 +1,118 @@
+"""From many decoded prompts to the numbers of one benchmark.
+
+    tau     = (accepted tokens + rounds) / rounds             over all rounds of all prompts
+    speedup = (baseline seconds / baseline tokens) / (seconds / tokens)   over all prompts
+
+Sums first, then one division: never a mean of per-prompt means. A round is one forward pass of the target over
+a tree; it commits the accepted draft tokens plus one token of the target's own, so plain decoding has tau = 1.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from eval.bench import Pair
+from spec_decode import acceptance
+from spec_decode.decode import DecodeResult
+from spec_decode.target_hf import HFTarget
+
+NEAR_TIE = 1e-3  # fp32 logit gap below which two tokens count as tied: kernels differ between 1 and N rows
+RESAMPLES = 5000
+
+
+def summarise(pairs: Sequence[Pair], *, greedy: bool) -> dict[str, Any]:
+    """The numbers of one benchmark, as they stand in report.json; `identical` is None unless greedy,
+    tau is None when every answer ended with the token that the prefill gives."""
+    drafted, baseline = [pair.drafted for pair in pairs], [pair.baseline for pair in pairs]
+    seconds = np.array([[pair.baseline_seconds, pair.drafted_seconds] for pair in pairs])
+    tokens = np.array([[len(pair.baseline.tokens), len(pair.drafted.tokens)] for pair in pairs])
+    accepted = [n for result in drafted for n in result.accepted]
+    offered = [n for result in drafted for n in result.offered]
+    baseline_rate, drafted_rate = tokens.sum(axis=0) / seconds.sum(axis=0)
+    rounds = max(1, len(accepted))
+    return {
+        "tau": acceptance.tau(accepted) if accepted else None,
+        "speedup": float(drafted_rate / baseline_rate),
+        "speedup_ci": speedup_interval(seconds, tokens),
+        "tokens_per_s": float(drafted_rate),
+        "baseline_tokens_per_s": float(baseline_rate),
+        "acceptance_by_position": acceptance.acceptance_by_position(accepted, offered),
+        "accept_length_histogram": acceptance.histogram(accepted),
+        "draft_s_per_round": sum(result.draft_seconds for result in drafted) / rounds,
+        "verify_s_per_round": sum(result.verify_seconds for result in drafted) / rounds,
+        "identical": [r.tokens for r in drafted] == [r.tokens for r in baseline] if greedy else None,
+        "prompts": len(pairs),
+        "new_tokens": int(tokens[:, 1].sum()),
+    }
+
+
+def speedup_interval(seconds: np.ndarray, tokens: np.ndarray, *, seed: int = 0) -> list[float] | None:
+    """Bootstrap 95% interval of the speedup over prompts; both arrays are [prompts, (baseline, drafted)].
+
+    None for a single prompt, which says nothing about how much prompts differ.
+    """
+    if len(seconds) < 2:
+        return None
+    rows = np.random.default_rng(seed).integers(len(seconds), size=(RESAMPLES, len(seconds)))
+    rates = tokens[rows].sum(axis=1) / seconds[rows].sum(axis=1)
+    low, high = np.quantile(rates[:, 1] / rates[:, 0], [0.025, 0.975])
+    return [float(low), float(high)]
+
+
+def baseline_s_per_forward(results: Sequence[DecodeResult]) -> float:
+    """Mean seconds of one plain decoding step, prefill excluded."""
+    return sum(r.verify_seconds for r in results) / max(1, sum(r.rounds for r in results))
+
+
+def first_divergence(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """The first index at which two token lists differ, or None when they are equal."""
+    if list(left) == list(right):
+        return None
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+
+
+def differences(target: HFTarget, pairs: Sequence[Pair]) -> list[dict[str, Any]]:
+    """Where greedy outputs part: prompt, position, both tokens and their fp32 logit gap on the common prefix.
+
+    near_tie is true below a gap of 1e-3. One output that simply ends before the other has no gap.
+    """
+    found = [(i, first_divergence(pair.baseline.tokens, pair.drafted.tokens)) for i, pair in enumerate(pairs)]
+    parted = [(i, position) for i, position in found if position is not None]
+    if not parted:
+        return []
+    exact = _at_least_fp32(target)
+    return [_difference(exact, i, position, pairs[i]) for i, position in parted]
+
+
+def _difference(target: HFTarget, index: int, position: int, pair: Pair) -> dict[str, Any]:
+    plain, drafted = (_token(result.tokens, position) for result in (pair.baseline, pair.drafted))
+    gap = None
+    if plain is not None and drafted is not None:
+        prefix = torch.cat((pair.input_ids.cpu(), torch.tensor(pair.baseline.tokens[:position], dtype=torch.int64)))
+        logits = target.forward(prefix[None].to(target.device), logits=slice(-1, None)).logits
+        assert logits is not None
+        gap = abs(float(logits[0, -1, plain] - logits[0, -1, drafted]))
+    return {
+        "prompt": index,
+        "position": position,
+        "baseline_token": plain,
+        "token": drafted,
+        "logit_gap": gap,
+        "near_tie": gap is not None and gap < NEAR_TIE,
+    }
+
+
+def _token(tokens: Sequence[int], position: int) -> int | None:
+    return tokens[position] if position < len(tokens) else None
+
+
+def _at_least_fp32(target: HFTarget) -> HFTarget:
+    """The target itself in fp32 or fp64, else an fp32 copy of it (made only when outputs differ)."""
+    if target.dtype in (torch.float32, torch.float64):
+        return target
+    return HFTarget(copy.deepcopy(target.model).float(), target.spec.name)

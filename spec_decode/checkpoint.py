@@ -1,0 +1,86 @@
+"""Reading and writing a draft folder: config.json, model.safetensors, README.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from spec_decode.errors import DraftwrightError
+
+Config = TypeVar("Config")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a draft folder as a dict."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except OSError as error:
+        raise DraftwrightError(
+            f"'{folder}' is not a draft folder: {path} can't be read ({error.strerror}); pass checkpoint=FOLDER "
+            "with the folder that training wrote"
+        ) from error
+    except ValueError as error:
+        raise DraftwrightError(f"{path} is not valid JSON ({error}): write the draft again") from error
+    if not isinstance(config, dict) or "drafter" not in config:
+        raise DraftwrightError(f"{path} has no key 'drafter': it isn't the config of a Draftwright draft")
+    return config
+
+
+def parse_config(kind: type[Config], folder: Path) -> Config:
+    """config.json as the dataclass `kind`; a missing or unknown key is an error that names it."""
+    values = {key: value for key, value in read_config(folder).items() if key != "drafter"}
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
+    if unknown := sorted(values.keys() - fields.keys()):
+        raise DraftwrightError(f"{folder}/config.json has the unknown key '{unknown[0]}'")
+    if missing := sorted(required - values.keys()):
+        raise DraftwrightError(f"{folder}/config.json lacks the key '{missing[0]}'")
+    return kind(**values)
+
+
+def read_tensors(folder: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """model.safetensors, checked by name and shape against `expected`."""
+    path = folder / "model.safetensors"
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise DraftwrightError(f"{path} is missing, truncated or damaged ({error}): write the draft again") from error
+    if missing := sorted(expected.keys() - tensors.keys()):
+        raise DraftwrightError(f"{path} lacks the tensor '{missing[0]}' ({len(missing)} missing in all)")
+    if unexpected := sorted(tensors.keys() - expected.keys()):
+        raise DraftwrightError(f"{path} has the unexpected tensor '{unexpected[0]}' ({len(unexpected)} in all)")
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            raise DraftwrightError(
+                f"{path}: tensor '{name}' has shape {list(tensor.shape)}, expected {list(expected[name].shape)}"
+            )
+    return tensors
+
+
+def write_folder(folder: Path, writers: Mapping[str, Callable[[Path], Any]]) -> None:
+    """Write each file to a temporary name in `folder`, then rename it: a reader never sees half a file."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, write in writers.items():
+            write_atomically(folder / name, write)
+    except (OSError, SafetensorError) as error:
+        raise DraftwrightError(f"could not write to {folder} ({error}): free space or choose another folder") from error
+
+
+def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
+    """Call write(temporary path), then rename it to `path`; the temporary file never stays behind."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,196 @@
+"""`python -m eval` on a tiny fp64 target and an untrained EAGLE-3 draft: the whole report, and every user's mistake."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from eval.cli import draft_name, main
+from spec_decode.drafters.eagle3 import Eagle3Config, Eagle3Draft
+from spec_decode.target_hf import HFTarget, TargetSource, open_tokenizer, tokenizer_fingerprint
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz .:"
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}.{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+
+
+def write_target(folder: Path, letters: str = LETTERS, hidden: int = 32) -> Path:
+    """A random Llama in fp64 whose tokens are single letters, with a chat template."""
+    vocabulary = {letter: i for i, letter in enumerate(["?", *letters])}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="?", chat_template=TEMPLATE).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=64, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=len(vocabulary), max_position_embeddings=48, eos_token_id=None, bos_token_id=None,
+        initializer_range=0.3, dtype="float64",
+    )  # fmt: skip
+    LlamaForCausalLM(config).double().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """target/, draft/ and prompts.jsonl."""
+    root = tmp_path_factory.mktemp("eval")
+    write_target(root / "target")
+    target = HFTarget(LlamaForCausalLM.from_pretrained(root / "target"), "tiny")
+    fingerprint = tokenizer_fingerprint(open_tokenizer(TargetSource(path=str(root / "target"))))
+    torch.manual_seed(1)
+    config = Eagle3Config.for_target(target.spec, tokenizer=fingerprint)
+    Eagle3Draft(config).save_pretrained(root / "draft")
+    prompts = [{"turns": ["tell me a story", "shorter"]}, {"prompt": "what is this"}, {"prompt": "x"}]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    return root
+
+
+@pytest.fixture
+def run_eval(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs the command in an empty folder; overrides come after sensible ones."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(**overrides: Any) -> None:
+        values = {
+            "checkpoint": folders / "draft", "benchmark": "file", "path": folders / "prompts.jsonl", "target": "hf",
+            "target.path": folders / "target", "target.dtype": "float64", "target.device": "cpu", "max_new_tokens": 12,
+        } | {key.replace("__", "."): value for key, value in overrides.items()}  # fmt: skip
+        monkeypatch.setattr("sys.argv", ["eval", *(f"{key}={value}" for key, value in values.items())])
+        main()
+
+    return run
+
+
+def test_report_of_a_greedy_run(run_eval: Any, folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run_eval(tree="static")
+    (path,) = tmp_path.glob("outputs/eval/*/*/report.json")
+    report = json.loads(path.read_text())
+    assert set(report) == {"target", "draft", "temperature", "tree", "environment", "benchmarks"}
+    assert report["tree"] == {"kind": "static", "branching": [4, 3, 2, 2]}
+    assert report["environment"]["dtype"] == "float64"
+    assert report["environment"]["command"].startswith("python -m eval checkpoint=")
+    numbers = report["benchmarks"]["file"]
+    assert set(numbers) == {
+        "tau", "speedup", "speedup_ci", "tokens_per_s", "baseline_tokens_per_s", "acceptance_by_position",
+        "accept_length_histogram", "draft_s_per_round", "verify_s_per_round", "identical", "prompts", "new_tokens",
+        "differences",
+    }  # fmt: skip
+    assert (numbers["identical"], numbers["differences"]) == (True, [])
+    assert (numbers["prompts"], numbers["new_tokens"]) == (3, 36)
+    assert 1 <= numbers["tau"] <= 5
+    low, high = numbers["speedup_ci"]
+    assert 0 < low <= numbers["speedup"] <= high
+    assert "<mark>" in (path.with_name("report.html")).read_text()
+    shown = capsys.readouterr().out
+    assert "report.json" in shown
+    assert "report.html" in shown
+    assert sorted(file.name for file in path.parent.iterdir()) == ["eval.log", "report.html", "report.json"]
+
+
+def test_sampling_several_benchmarks_and_limit(run_eval: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from data.messages import Message
+
+    prompts = [[Message("user", word)] for word in ("one", "two", "three")]
+    monkeypatch.setattr("eval.run.load_prompts", lambda name, path, limit: prompts[:limit])
+    run_eval(benchmark="[mt_bench,gsm8k]", path="null", limit=2, temperature=1.0, top_k=5, output_dir="here")
+    report = json.loads((tmp_path / "here/report.json").read_text())
+    assert list(report["benchmarks"]) == ["mt_bench", "gsm8k"]
+    assert report["temperature"] == 1.0
+    assert report["environment"]["top_k"] == 5
+    for numbers in report["benchmarks"].values():
+        assert (numbers["identical"], numbers["prompts"], numbers["new_tokens"]) == (None, 2, 24)
+
+
+def expect_error(run_eval: Any, capsys: pytest.CaptureFixture, *words: str, **overrides: Any) -> None:
+    """The run ends with status 2 and one sentence on stderr that contains all words; no report is left."""
+    with pytest.raises(SystemExit) as stop:
+        run_eval(**overrides)
+    assert stop.value.code == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("eval: ")]
+    assert len(lines) == 1
+    assert all(word in lines[0] for word in words), lines[0]
+    assert not list(Path.cwd().rglob("report.*"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"checkpoint": "null"}, ["checkpoint=FOLDER"]),
+        ({"checkpoint": "nowhere"}, ["'nowhere' is not a draft folder", "config.json"]),
+        ({"benchmark": "mt_bank"}, ["no benchmark 'mt_bank'", "mt_bench, humaneval, gsm8k"]),
+        ({"benchmark": "[gsm8k,mbpp]"}, ["one benchmark", "2 are chosen"]),
+        ({"path": "missing.jsonl"}, ["missing.jsonl"]),
+        ({"path": "empty.jsonl"}, ["empty.jsonl"]),
+        ({"path": "long.jsonl"}, ["prompt 1 of benchmark 'file' has 62 tokens", "holds 48"]),
+        ({"max_new_tokens": 0}, ["max_new_tokens must be at least 1"]),
+        ({"temperature": -1}, ["temperature >= 0"]),
+    ],
+)
+def test_mistakes_end_with_one_sentence(
+    run_eval: Any, capsys: pytest.CaptureFixture, overrides: dict[str, Any], words: list[str]
+) -> None:
+    Path("empty.jsonl").touch()
+    Path("long.jsonl").write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps({"prompt": "a" * 60}) + "\n")
+    expect_error(run_eval, capsys, *words, **overrides)
+
+
+def test_unreadable_prompts(
+    run_eval: Any, folders: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(folders / "prompts.jsonl", "locked.jsonl")
+    opened = Path.open
+
+    def locked(self: Path, *args: Any, **kwargs: Any) -> Any:
+        if self.name == "locked.jsonl":  # chmod would not stop root
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return opened(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", locked)
+    expect_error(run_eval, capsys, "locked.jsonl", "Permission denied", path="locked.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden": 64}, ["hidden size 32", "has 64"]),
+        ({"letters": LETTERS + "!"}, ["tokenizer"]),
+        ({"letters": LETTERS[::-1]}, ["tokenizer", "target.path=…"]),
+    ],
+)
+def test_draft_of_another_target(
+    run_eval: Any, tmp_path: Path, capsys: pytest.CaptureFixture, changes: dict[str, Any], words: list[str]
+) -> None:
+    write_target(tmp_path / "other", **changes)
+    expect_error(run_eval, capsys, *words, target__path=tmp_path / "other")
+
+
+def test_draft_of_another_vocabulary(
+    run_eval: Any, folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    write_target(tmp_path / "other", letters=LETTERS + "!")
+    config = json.loads((folders / "draft/config.json").read_text())
+    shutil.copytree(folders / "draft", tmp_path / "draft")
+    (tmp_path / "draft/config.json").write_text(json.dumps(config | {"tokenizer": ""}))
+    expect_error(
+        run_eval, capsys, "vocabulary 30", "has 31", checkpoint=tmp_path / "draft", target__path=tmp_path / "other"
+    )
+
+
+def test_truncated_draft(run_eval: Any, folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    shutil.copytree(folders / "draft", tmp_path / "draft")
+    whole = (folders / "draft/model.safetensors").read_bytes()
+    (tmp_path / "draft/model.safetensors").write_bytes(whole[: len(whole) // 2])
+    expect_error(run_eval, capsys, "model.safetensors", checkpoint=tmp_path / "draft")
+
+
+def test_draft_name() -> None:
+    assert draft_name("outputs/eagle3/2026-11-30_05-00-00/draft") == "eagle3_2026-11-30_05-00-00"
+    assert draft_name("/models/my-draft/") == "my-draft"
+    assert draft_name(None) == "none"

@@ -1,0 +1,53 @@
+"""Keeping one path of a tree leaves the cache that the path alone would have made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spec_decode.cache import TreeCache
+
+
+def filled(rows: torch.Tensor, layers: int = 2) -> TreeCache:
+    """A cache whose keys at position t are rows[t] and whose values are their negatives, other in each layer."""
+    cache = TreeCache()
+    for layer in range(layers):
+        states = (rows + 100 * layer).double().view(1, 1, -1, 1).expand(1, 2, -1, 3)
+        cache.update(states, -states, layer)
+    return cache
+
+
+def keys(cache: TreeCache, layer: int) -> list[int]:
+    return cache.layers[layer].keys[0, 1, :, 2].int().tolist()
+
+
+@pytest.mark.parametrize(
+    ("path", "kept"),
+    [
+        ([0], [0, 1, 2, 3]),
+        ([0, 1, 2], [0, 1, 2, 3, 4, 5]),
+        ([0, 2, 4], [0, 1, 2, 3, 5, 7]),
+        ([0, 1, 4], [0, 1, 2, 3, 4, 7]),
+        ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7]),
+        ([], [0, 1, 2]),
+    ],
+)
+def test_keeps_the_prefix_and_the_path_in_every_layer(path: list[int], kept: list[int]) -> None:
+    cache = filled(torch.arange(8))
+    cache.keep(3, torch.tensor(path, dtype=torch.int64))
+    assert cache.length() == len(kept)
+    assert keys(cache, 0) == kept
+    assert keys(cache, 1) == [100 + k for k in kept]
+    assert torch.equal(cache.layers[1].values, -cache.layers[1].keys)
+
+
+def test_grows_on_after_keeping() -> None:
+    cache = filled(torch.arange(6))
+    cache.keep(2, torch.tensor([0, 3]))
+    new = torch.full((1, 2, 1, 3), 9.0, dtype=torch.float64)
+    cache.update(new, -new, 0)
+    assert keys(cache, 0) == [0, 1, 2, 5, 9]
+
+
+def test_length_of_an_empty_cache() -> None:
+    assert TreeCache().length() == 0

@@ -1,0 +1,121 @@
+"""A run that is stopped and continued ends with the same bits as one that never stopped."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import nn
+
+from data.batch import Batch
+from data.module import DraftDataModule
+from spec_decode.errors import DraftwrightError
+from train.callbacks import KeepRandomState, StopOnSignal, TrainingStopped
+from train.optim import build_optimizer, warmup_cosine
+
+LENGTHS = [(13 * i) % 40 + 5 for i in range(23)]
+
+
+class Source:
+    lengths = LENGTHS
+
+    def batch(self, documents: list[int]) -> Batch:
+        ids = torch.cat([torch.arange(LENGTHS[d]) * (d + 1) % 32 for d in documents])
+        zero = torch.zeros(0)
+        return Batch(ids, torch.ones_like(ids, dtype=torch.bool), torch.tensor([0, len(ids)]), zero, zero)
+
+
+class TinyModule(LightningModule):
+    """Predicts the next token; dropout makes it depend on the random state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Embedding(32, 16), nn.Linear(16, 16, bias=False), nn.Dropout(0.2), nn.RMSNorm(16), nn.Linear(16, 32)
+        )
+        self.seen: list[int] = []
+
+    def training_step(self, batch: Batch, batch_index: int) -> torch.Tensor:
+        self.seen.append(int(batch.ids.sum()))
+        return nn.functional.cross_entropy(self.net(batch.ids[:-1]), batch.ids[1:])
+
+    def validation_step(self, batch: Batch, batch_index: int) -> None:
+        self.log("val/loss", nn.functional.cross_entropy(self.net(batch.ids[:-1]), batch.ids[1:]), batch_size=1)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = build_optimizer(self.named_parameters(), name="muon", lr=0.02, head_lr_scale=0.3)
+        # Asking for the number of steps makes Lightning set up the loader early: see data/module.py.
+        total = int(self.trainer.estimated_stepping_batches)
+        schedule = warmup_cosine(optimizer, total_steps=total, warmup_steps=3, final_ratio=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class SignalAt(Callback):
+    """Sends a signal to this process in the middle of training step `step`."""
+
+    def __init__(self, step: int, signum: int) -> None:
+        self.step, self.signum = step, signum
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), self.signum)
+
+
+def _run(folder: Path, *extra: Callback, resume: bool = False, seed: int = 1, epochs: int = 3) -> TinyModule:
+    seed_everything(seed, verbose=False)
+    datamodule = DraftDataModule(Source(), Source(), tokens_per_batch=64, seed=seed, epochs=epochs)
+    module = TinyModule()
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        val_check_interval=4,
+        gradient_clip_val=0.5,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=[KeepRandomState(), StopOnSignal(folder / "last.ckpt"), *extra],
+    )
+    checkpoint = folder / "last.ckpt" if resume else None
+    trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
+    return module
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> TinyModule:
+    return _run(tmp_path_factory.mktemp("whole"))
+
+
+# Step 3 ends just before a validation, 10 lies in the second epoch.
+@pytest.mark.parametrize(("step", "signum"), [(0, signal.SIGINT), (3, signal.SIGTERM), (10, signal.SIGTERM)])
+def test_continued_run_is_bit_equal(whole: TinyModule, tmp_path: Path, step: int, signum: int) -> None:
+    handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(TrainingStopped) as stopped:
+        _run(tmp_path, SignalAt(step, signum))
+    assert stopped.value.status == 128 + signum
+    assert stopped.value.step == step + 1
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+    resumed = _run(tmp_path, resume=True)
+    assert resumed.seen == whole.seen[step + 1 :]
+    for (name, ours), theirs in zip(resumed.state_dict().items(), whole.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_checkpoint_of_another_plan_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TrainingStopped):
+        _run(tmp_path, SignalAt(1, signal.SIGTERM))
+    with pytest.raises(DraftwrightError, match="other data, batches or seed"):
+        _run(tmp_path, resume=True, epochs=4)
+
+
+def test_checkpoint_holds_no_classes(tmp_path: Path) -> None:
+    with pytest.raises(TrainingStopped):
+        _run(tmp_path, SignalAt(1, signal.SIGTERM))
+    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == 2

@@ -1,0 +1,128 @@
+"""Lightning callbacks: stop on a signal, log speed and gradient norm, keep the random state, pick a progress bar."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
+from torch.optim import Optimizer
+
+from data.batch import Batch
+
+
+class TrainingStopped(Exception):
+    """Training ended early on a signal, after saving `checkpoint`. `status` is the shell's: 128 + signal."""
+
+    def __init__(self, signum: int, checkpoint: Path, step: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name} after step {step}, saved {checkpoint}")
+        self.status, self.checkpoint, self.step = 128 + signum, checkpoint, step
+
+
+class StopOnSignal(Callback):
+    """On Ctrl-C or SIGTERM, finish the batch, save `checkpoint` and raise TrainingStopped.
+
+    A second Ctrl-C ends at once. Waiting for the batch keeps weights, optimiser and data position consistent.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
+        self._received: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            self._previous[signum] = signal.signal(signum, self._receive)
+
+    def _receive(self, signum: int, frame: FrameType | None) -> None:
+        if self._received is not None and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._received = signum
+        print("\nStopping after this batch …", file=sys.stderr)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # Every process must decide alike, since saving is collective.
+        if trainer.strategy.reduce_boolean_decision(self._received is not None, all=False):
+            trainer.save_checkpoint(self.checkpoint)
+            raise TrainingStopped(self._received or signal.SIGTERM, self.checkpoint, trainer.global_step)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._restore()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._previous:
+            signal.signal(*self._previous.popitem())
+
+
+class KeepRandomState(Callback):
+    """Saves torch's random state in checkpoints, so that a continued run draws what an uninterrupted one does."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loaded = state_dict
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._loaded:
+            torch.set_rng_state(self._loaded["cpu"].cpu())
+            if torch.cuda.is_available() and self._loaded["cuda"]:
+                torch.cuda.set_rng_state_all([state.cpu() for state in self._loaded["cuda"]])
+
+
+class LogProgress(Callback):
+    """Logs tokens per second (data loading included, validation not), gradient norm before clipping, and learning
+    rate of the first parameter group, whenever the trainer logs."""
+
+    def __init__(self) -> None:
+        self._tokens, self._seconds, self._mark = 0, 0.0, 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._tokens, self._seconds, self._mark = 0, 0.0, time.perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._mark = time.perf_counter()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if self._is_due(trainer, trainer.global_step + 1):
+            grads = [p.grad for p in pl_module.parameters() if p.grad is not None]
+            pl_module.log("train/grad_norm", torch.nn.utils.get_total_norm(grads))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        now = time.perf_counter()
+        self._tokens, self._seconds, self._mark = (
+            self._tokens + batch.ids.numel(),
+            self._seconds + now - self._mark,
+            now,
+        )
+        if self._is_due(trainer, trainer.global_step):
+            pl_module.log("train/tokens_per_s", self._tokens / self._seconds, prog_bar=True)
+            pl_module.log("train/lr", trainer.optimizers[0].param_groups[0]["lr"])
+            self._tokens, self._seconds = 0, 0.0
+
+    def _is_due(self, trainer: Trainer, step: int) -> bool:
+        return step % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
+
+
+def progress_bar(total_steps: int) -> ProgressBar:
+    """Rich's bar on a terminal; elsewhere plain lines, about 20 for the whole run, so that a log file stays short."""
+    if sys.stderr.isatty() and sys.stdout.isatty():
+        return RichProgressBar(leave=True)
+    return TQDMProgressBar(refresh_rate=max(1, total_steps // 20))
