@@ -111,7 +111,7 @@ def fingerprint(target: Target, sequences: Sequences, taps: tuple[int, ...]) -> 
     digest = sha256(f"{taps} {target.dtype}".encode())
     tensors: Iterable[Tensor] = (sequences.ids, sequences.loss_mask, sequences.offsets, *target.weights())
     for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
 
@@ -146,7 +146,7 @@ def _write_shards(target: Target, sequences: Sequences, taps: tuple[int, ...], f
         shards.append(name)
         pending.clear()
 
-    batches = list(_by_length(lengths))
+    batches = list(batches_by_length(lengths))
     for documents in track(batches, description=f"capturing {sum(lengths):,} tokens of target states"):
         if rows >= SHARD_TOKENS:
             flush()
@@ -161,7 +161,7 @@ def _write_shards(target: Target, sequences: Sequences, taps: tuple[int, ...], f
     return {"shards": shards, "places": places}
 
 
-def _by_length(lengths: list[int]) -> Iterator[list[int]]:
+def batches_by_length(lengths: list[int]) -> Iterator[list[int]]:
     """Documents in batches of similar length, about CAPTURE_TOKENS each, so that little is padded."""
     order = sorted(range(len(lengths)), key=lambda document: (-lengths[document], document))
     batch: list[int] = []

@@ -32,9 +32,9 @@ GREEDY = Sampling()
 class DecodeResult:
     """tokens: the new ones, an end-of-turn token included.
 
-    For each round after the prefill, which yields the first token: accepted, the drafts accepted without the bonus
-    token, cut at end-of-turn but not at max_new_tokens; offered, the depth of the tree. prefill_seconds includes the
-    draft's start.
+    For each round after the prefill, which yields the first token: accepted, the drafts accepted without the round's
+    last token (the bonus token, or a drafted end-of-turn), not cut at max_new_tokens; offered, the depth of the tree
+    (up to a drafted end-of-turn). prefill_seconds includes the draft's start.
     """
 
     tokens: list[int]
@@ -127,8 +127,9 @@ def speculative_decode(
         new = proposed.tokens[verdict.path[1:]].tolist()
         ends = [i for i, token in enumerate(new) if token in stop]
         tokens += new[: ends[0] + 1] if ends else [*new, verdict.bonus]
-        accepted.append(ends[0] + 1 if ends else len(new))
-        offered.append(int(depth.max()))
+        # A drafted end-of-turn takes the bonus token's place: every round yields accepted + 1 tokens.
+        accepted.append(ends[0] if ends else len(new))
+        offered.append(ends[0] if ends else int(depth.max()))
         verified = perf_counter()
         state = draft.commit(state, proposed, verdict.path, output)
         drafting += drafted - clock

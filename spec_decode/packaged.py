@@ -8,6 +8,7 @@ import shutil
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -53,7 +54,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+        source: dict[str, Any] = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
         quantised = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
         config = quantised.config
         del config.quantization_config  # transformers refuses to save a model that still carries it

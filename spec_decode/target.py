@@ -121,7 +121,7 @@ def check_taps(taps: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
     if not taps or list(taps) != sorted(set(taps)) or taps[0] < 1 or taps[-1] >= num_layers:
         raise DraftwrightError(
             f"target layers {list(taps)} cannot be tapped on a target of {num_layers} layers: choose ascending, "
-            f"distinct ids from 1 to {num_layers - 1}, for example module.target_layers={_example(num_layers)}"
+            f"distinct ids from 1 to {num_layers - 1}, for example draft.target_layers={_example(num_layers)}"
         )
     return taps
 

@@ -37,7 +37,7 @@ class HFTarget:
     def __init__(self, model: PreTrainedModel, name: str = "") -> None:
         self.model = model.eval().requires_grad_(False)
         self.spec = _spec(model, name)
-        self._base = model.base_model
+        self._base: Any = model.base_model
         # transformers 5.24 renamed the argument; older 5.x only know the old name.
         parameters = inspect.signature(self._base.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
@@ -141,7 +141,8 @@ def open_target(source: Mapping[str, Any] | TargetSource) -> tuple[HFTarget, Pre
         model = AutoModelForCausalLM.from_pretrained(source.location(), dtype=dtype, attn_implementation="sdpa")
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise _not_loaded(source, error) from error
-    return HFTarget(model.to(_device(source.device)), name=source.name()), tokenizer
+    model.to(device=_device(source.device))  # type: ignore[call-arg]
+    return HFTarget(model, name=source.name()), tokenizer
 
 
 def open_tokenizer(source: Mapping[str, Any] | TargetSource) -> PreTrainedTokenizerBase:

@@ -47,22 +47,27 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         loss: Loss,
         learns: bool,
     ) -> tuple[Tensor, Tensor]:
+        compute = _compute_dtype(states)
         total = states.new_zeros((), dtype=torch.float32)
         steps = states.new_zeros(states.shape[0], dtype=torch.float32)
-        grad_states, grad_weight = torch.zeros_like(states), torch.zeros_like(weight)
+        grad_states = torch.zeros_like(states)
+        grad_weight = torch.zeros_like(weight) if learns else weight.new_empty(0)
+        # Casting once here, not once for each chunk as autocast would.
+        states, weight = states.to(compute), weight.to(compute)
+        target_states, target_weight = target_states.to(compute), target_weight.to(compute)
         for start in range(0, states.shape[1], CHUNK_ROWS):
             rows = slice(start, start + CHUNK_ROWS)
             hidden, scale = states[:, rows].flatten(0, 1), weights[:, rows]
-            p = (target_states[rows] @ target_weight.T).float().softmax(dim=-1)
-            logits = (hidden @ weight.T).float().requires_grad_(learns)
+            p = _precise(target_states[rows] @ target_weight.T).softmax(dim=-1)
+            logits = _precise(hidden @ weight.T).requires_grad_(learns)
             with torch.set_grad_enabled(learns):
                 values = loss(logits.view(*scale.shape, -1), p)
                 chunk = (values * scale).sum()
             total += chunk.detach()
             steps += (values.detach() * (scale > 0)).sum(dim=1)
             if learns:
-                (grad,) = torch.autograd.grad(chunk, logits)
-                grad_states[:, rows] = (grad @ weight).view_as(states[:, rows])
+                grad = torch.autograd.grad(chunk, logits)[0].to(compute)
+                grad_states[:, rows] = (grad @ weight).view(*scale.shape, -1)
                 grad_weight += grad.T @ hidden
         ctx.save_for_backward(grad_states, grad_weight)
         ctx.mark_non_differentiable(steps)
@@ -73,3 +78,14 @@ class _ChunkedHeadLoss(torch.autograd.Function):
     def backward(ctx, grad_total, _grad_steps):  # type: ignore[no-untyped-def]
         grad_states, grad_weight = ctx.saved_tensors
         return grad_states * grad_total, grad_weight * grad_total, None, None, None, None, None
+
+
+def _compute_dtype(tensor: Tensor) -> torch.dtype:
+    """What autocast would multiply matrices in, or the tensor's own dtype."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
+
+
+def _precise(tensor: Tensor) -> Tensor:
+    """At least fp32."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

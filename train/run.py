@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import warnings
 import zipfile
@@ -55,8 +56,7 @@ def _train(cfg: DictConfig) -> dict[str, Any]:
     logger = _logger(cfg, record)  # before the long work, so that a missing key shows at once
     seed_everything(cfg.seed, verbose=False)
     target, tokenizer = open_target(_target_source(cfg))
-    prepared = _prepare(cfg, tokenizer)
-    vocabulary = _vocabulary(cfg, prepared.train, target, tokenizer)
+    prepared, vocabulary = _prepare(cfg, target, tokenizer)
     draft = _draft(cfg, target, vocabulary, tokenizer)
     datamodule = _datamodule(cfg, target, prepared, draft.taps)
     module = instantiate(cfg.module, _convert_="all")(draft=draft, target=target)
@@ -105,26 +105,27 @@ def _target_source(cfg: DictConfig) -> dict[str, Any]:
     return source
 
 
-def _prepare(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase) -> Prepared:
+def _prepare(cfg: DictConfig, target: HFTarget, tokenizer: PreTrainedTokenizerBase) -> tuple[Prepared, DraftVocabulary]:
+    """Training and held-out sequences, and the draft vocabulary.
+
+    Counting tokens costs little beside training on them, so the vocabulary is counted on more conversations.
+    """
+    budget = cfg.train_tokens and max(cfg.train_tokens, cfg.vocabulary_tokens)
+    source = Source.from_config(_plain(cfg.dataset))
     prepared = prepare(
-        tokenizer,
-        Source.from_config(_plain(cfg.dataset)),
-        max_length=cfg.max_length,
-        train_tokens=cfg.train_tokens,
-        heldout_tokens=cfg.heldout_tokens,
+        tokenizer, source, max_length=cfg.max_length, train_tokens=budget, heldout_tokens=cfg.heldout_tokens
     )
     print("\n".join(prepared.report.lines()))
-    return prepared
-
-
-def _vocabulary(
-    cfg: DictConfig, sequences: Sequences, target: HFTarget, tokenizer: PreTrainedTokenizerBase
-) -> DraftVocabulary:
     forced = structure_tokens(tokenizer, target.spec.eos_token_ids)
-    vocabulary = build_draft_vocabulary(sequences, cfg.draft_vocab_size, target.spec.vocab_size, forced)
-    covered = vocabulary.coverage(sequences)
-    print(f"draft vocabulary: {vocabulary.ids.numel():,} tokens cover {covered:.2%} of the supervised tokens")
-    return vocabulary
+    vocabulary = build_draft_vocabulary(prepared.train, cfg.draft_vocab_size, target.spec.vocab_size, forced)
+    if cfg.train_tokens:
+        prepared = dataclasses.replace(prepared, train=prepared.train.prefix(cfg.train_tokens))
+    print(
+        f"training on {len(prepared.train):,} conversations, {prepared.train.ids.numel():,} tokens; the draft "
+        f"vocabulary of {vocabulary.ids.numel():,} covers {vocabulary.coverage(prepared.train):.2%} of the supervised "
+        f"tokens there and {vocabulary.coverage(prepared.heldout):.2%} of the held-out ones"
+    )
+    return prepared, vocabulary
 
 
 def _draft(cfg: DictConfig, target: HFTarget, vocabulary: DraftVocabulary, tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -244,6 +245,8 @@ def _evaluate(
     from eval.run import evaluate, fit_draft
     from spec_decode.sampling import Sampling
 
+    if cfg.eval.dtype != cfg.target.dtype:
+        target, tokenizer = open_target({**_target_source(cfg), "dtype": cfg.eval.dtype})
     fit_draft(draft, target, tokenizer, str(folder / "draft"))
     return evaluate(
         target,

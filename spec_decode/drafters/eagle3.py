@@ -71,7 +71,7 @@ class Eagle3Config:
     ) -> Eagle3Config:
         """A draft shaped like one layer of the target; `changes` override single fields."""
         taps = check_taps(tuple(target_layers), spec.num_layers) if target_layers else default_taps(spec.num_layers)
-        fields = {
+        fields: dict[str, Any] = {
             "hidden_size": spec.hidden_size,
             "intermediate_size": spec.intermediate_size,
             "num_heads": spec.num_heads,
@@ -153,6 +153,9 @@ class Eagle3State:
 class Eagle3Draft(Drafter):
     """See the module's docstring. Parameters carry the names that serving engines read."""
 
+    d2t: Tensor
+    t2d: Tensor
+
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         self.config = config
@@ -233,7 +236,7 @@ class Eagle3Draft(Drafter):
     def commit(self, state: Eagle3State, tree: Tree, path: Tensor, output: TargetOutput) -> Eagle3State:
         assert output.features is not None
         state.features = output.features[0, path].to(self.fc.weight.dtype)
-        state.tokens = tree.tokens[path[1:]]
+        state.tokens = tree.tokens[path[1:]].to(state.keys.device)
         return state
 
     def _advance(self, state: Eagle3State, root: int) -> tuple[Tensor, Tensor]:
