@@ -3,50 +3,98 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import hydra
 from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig
+from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from conf.check import build
 from spec_decode.errors import DraftwrightError
 
 Verb = tuple[str, Callable[[DictConfig], Any]]  # config name in conf/, function that runs it
 
+_MISTAKES = (DraftwrightError, HydraException, OmegaConfBaseException, OSError)
 _NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST}
 
 
 def launch(package: str, verbs: dict[str, Verb], argv: list[str]) -> None:
     """Run the verb that argv names (the first of `verbs` when it names none) with its Hydra config.
 
-    A user's mistake is printed as one sentence and ends the program with status 2.
+    A user's mistake is printed as one sentence and ends the program with status 2, Ctrl-C with 130.
     """
     first = argv[1] if len(argv) > 1 else ""
     named = first in verbs
     if first and not named and "=" not in first and first[0] not in "-+~":
         fail(package, f"there is no verb '{first}'; choose from: {', '.join(verbs)}")
     config_name, run = verbs[first if named else next(iter(verbs))]
-    sys.argv = [f"python -m {package}{f' {first}' if named else ''}", *(argv[2:] if named else argv[1:])]
+    words = [expand_home(word) for word in (argv[2:] if named else argv[1:])]
+    sys.argv = [f"python -m {package}{f' {first}' if named else ''}", *words]
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises instead of printing several lines
+
+    mistakes: list[Exception] = []
+
+    @functools.wraps(run)
+    def job(cfg: DictConfig) -> Any:
+        try:
+            refuse_additions(HydraConfig.get().overrides.task)
+            return run(cfg)
+        except _MISTAKES as error:  # kept from Hydra, which would print lines of its own; a sweep goes on
+            mistakes.append(error)
+
     try:
-        hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config_name)(run)()
-    except DraftwrightError as error:
-        fail(package, error)
-    except (HydraException, OmegaConfBaseException, OSError) as error:
-        fail(package, one_sentence(package, error))
+        hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config_name)(job)()
+    except KeyboardInterrupt:
+        print(f"{package}: interrupted; finished files are kept, and the next run uses them", file=sys.stderr)
+        sys.exit(130)
+    except _MISTAKES as error:
+        mistakes.append(error)
+    if mistakes:
+        fail(package, *(one_sentence(package, error) for error in mistakes))
 
 
-def fail(package: str, message: object) -> NoReturn:
-    """Print one sentence on stderr and exit with status 2."""
-    print(f"{package}: {message}", file=sys.stderr)
+def fail(package: str, *messages: str) -> NoReturn:
+    """Print sentences on stderr and exit with status 2."""
+    for message in messages:
+        print(f"{package}: {message}", file=sys.stderr)
     sys.exit(2)
+
+
+def expand_home(word: str) -> str:
+    """An override whose value starts with ~, as the shell expands it elsewhere (Hydra can't even parse it)."""
+    key, equals, value = word.partition("=")
+    return f"{key}={os.path.expanduser(value)}" if equals and value.startswith("~") else word
+
+
+def refuse_additions(overrides: Iterable[str]) -> None:
+    """Raise DraftwrightError for +key=… that adds no choice of a group and no key to a section.
+
+    What is added to a section is judged by what reads the section: +trainer.strategy=ddp is Lightning's business.
+    """
+    for word in overrides:
+        if (match := re.match(r"\+([^+=@.]+)=", word)) and not options(match[1]):
+            raise DraftwrightError(f"'{word}' adds a key that nothing reads: override existing keys, without +")
+
+
+def plain(cfg: DictConfig) -> dict[str, Any]:
+    """The composed config as plain values; raises OmegaConf's MissingMandatoryValue for a key without a value."""
+    return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
+
+
+def build_section(section: dict[str, Any], name: str) -> Any:
+    """The dataclass that a section names as its `_target_`; raises DraftwrightError that names a wrong key."""
+    values = dict(section)
+    return build(get_class(values.pop("_target_")), values, name)
 
 
 def options(group: str) -> list[str]:
@@ -59,6 +107,10 @@ def options(group: str) -> list[str]:
 
 def one_sentence(package: str, error: Exception) -> str:
     """What a person should read instead of a Hydra or operating-system error; re-raises what isn't a user's mistake."""
+    if isinstance(error, DraftwrightError):
+        return str(error)
+    if isinstance(error.__cause__, DraftwrightError):  # raised by what Hydra instantiated
+        return str(error.__cause__)
     text = " ".join((str(error) or str(error.__cause__)).split())
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, option = (error.missing_cfg_file or "").partition("/")

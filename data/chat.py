@@ -41,7 +41,7 @@ def encode_chat(
                 "the chat template of this target changes earlier turns when later ones are added, so a chat of "
                 "several turns has no single token sequence: pass a tokenizer whose template leaves earlier turns alone"
             )
-        start = _common_prefix(before, after)
+        start = common_prefix(before, after)
         mask += [False] * (start - len(mask)) + [True] * (len(after) - start)
         ids = after
     mask = mask[:max_length]
@@ -75,6 +75,6 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, g
     return list(ids)  # type: ignore[arg-type]
 
 
-def _common_prefix(a: list[int], b: list[int]) -> int:
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Number of leading tokens that two sequences share."""
     return next((index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Annotated
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 
-from conf import launch
+from conf import launch, plain
+from conf.check import Between, Positive, build
 from data.inspect import print_chats
 from data.prepare import encoded_chats
 from data.readers import ReadReport
 from data.sources import Source
-from spec_decode.errors import DraftwrightError
-from spec_decode.target_hf import open_tokenizer
+from spec_decode.target_hf import TargetSource, open_tokenizer
+
+
+@dataclass(frozen=True)
+class InspectSettings:
+    """The keys of conf/data.yaml."""
+
+    target: TargetSource
+    dataset: Source
+    max_length: Annotated[int, Between(2)]
+    limit: Positive
 
 
 def main() -> None:
@@ -25,13 +36,9 @@ def main() -> None:
 
 def run_inspect(config: DictConfig) -> None:
     """Print the first `limit` usable chats of a data set as the target's tokens."""
-    if config.limit < 1 or config.max_length < 2:
-        raise DraftwrightError(
-            f"limit={config.limit} and max_length={config.max_length} leave nothing to print: use limit >= 1 and "
-            "max_length >= 2"
-        )
-    values: Any = OmegaConf.to_container(config.dataset, resolve=True)
-    tokenizer, report = open_tokenizer(config.target), ReadReport()
-    chats = list(islice(encoded_chats(tokenizer, Source.from_config(values), report, config.max_length), config.limit))
-    report.kept = len(chats)
-    print_chats(Console(), tokenizer, chats, report)
+    settings = build(InspectSettings, plain(config))
+    tokenizer, report = open_tokenizer(settings.target), ReadReport()
+    chats = encoded_chats(tokenizer, settings.dataset, report, settings.max_length)
+    shown = list(islice(chats, settings.limit))
+    report.kept = len(shown)
+    print_chats(Console(), tokenizer, shown, report)

@@ -1,21 +1,23 @@
 """Target states for training: computed in the step, or captured once to disk and memory-mapped.
 
-A cache folder is named by a fingerprint of all that its content depends on: the target's weights, the token ids
-and loss masks (which tokenizer, template, data and length end in), the tapped layers and the dtype. So a cache of
-another configuration is never read; a new one is written beside it.
+A cache folder is named by a fingerprint of all that its content depends on: what the target computes (weights,
+constants, dtype), the token ids and loss masks (which tokenizer, template, data and length end in) and the tapped
+layers. So a cache of another configuration is never read; a new one is written beside it.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from rich.progress import track
+from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -108,21 +110,34 @@ def cached_features(
 
 def fingerprint(target: Target, sequences: Sequences, taps: tuple[int, ...]) -> str:
     """A hash of everything that the states depend on."""
-    digest = sha256(f"{taps} {target.dtype}".encode())
-    tensors: Iterable[Tensor] = (sequences.ids, sequences.loss_mask, sequences.offsets, *target.weights())
-    for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    digest = sha256(f"{taps} {target.identity()}".encode())
+    for tensor in (sequences.ids, sequences.loss_mask, sequences.offsets):
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
 
 def capture(target: Target, sequences: Sequences, taps: tuple[int, ...], folder: Path, identity: str) -> None:
-    """Write the states of all documents as safetensors shards; manifest.json comes last and makes them valid."""
-    size = (len(taps) + 1) * target.spec.hidden_size * target.dtype.itemsize
+    """Write the states of all documents as safetensors shards; manifest.json comes last and makes them valid.
+
+    Complete shards that an interrupted or another process left under the same identity are kept.
+    """
+    lengths: list[int] = sequences.offsets.diff().tolist()
+    shards = _plan(lengths, identity)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _check_space(folder, size * int(sequences.offsets[-1]))
-        manifest = _write_shards(target, sequences, taps, folder)
-        manifest["fingerprint"] = identity
+        missing = [shard for shard in shards if not shard.is_written(folder)]
+        size = (len(taps) + 1) * target.spec.hidden_size * target.dtype.itemsize
+        tokens = sum(lengths[document] for shard in missing for document in shard.documents())
+        _check_space(folder, size * tokens)
+        with Progress() as progress:
+            task = progress.add_task(f"capturing {tokens:,} tokens of target states", total=tokens)
+            for shard in missing:
+                _write_shard(target, sequences, taps, folder, shard, partial(progress.advance, task))
+        manifest = {
+            "fingerprint": identity,
+            "shards": [shard.name for shard in shards],
+            "places": _places(shards, lengths),
+        }
         write_atomically(folder / "manifest.json", lambda path: path.write_text(json.dumps(manifest)))
     except (OSError, SafetensorError) as error:
         raise DraftwrightError(
@@ -131,34 +146,70 @@ def capture(target: Target, sequences: Sequences, taps: tuple[int, ...], folder:
         ) from error
 
 
-def _write_shards(target: Target, sequences: Sequences, taps: tuple[int, ...], folder: Path) -> dict[str, Any]:
-    lengths = sequences.offsets.diff().tolist()
-    places: list[list[int]] = [[]] * len(sequences)
-    shards: list[str] = []
-    pending: list[tuple[Tensor, Tensor]] = []
-    rows = 0
+@dataclass(frozen=True)
+class _Shard:
+    """One file of a cache. batches: the documents in it, as they go through the target."""
 
-    def flush() -> None:
-        name = f"shard-{len(shards):05d}.safetensors"
-        features, last_hidden = (torch.cat(parts).cpu() for parts in zip(*pending, strict=True))
-        shard = {"features": features, "last_hidden": last_hidden}
-        write_atomically(folder / name, lambda path: save_file(shard, path))
-        shards.append(name)
-        pending.clear()
+    name: str
+    identity: str
+    batches: list[list[int]]
 
-    batches = list(batches_by_length(lengths))
-    for documents in track(batches, description=f"capturing {sum(lengths):,} tokens of target states"):
-        if rows >= SHARD_TOKENS:
-            flush()
-            rows = 0
-        states = run_target(target, [sequences[document][0] for document in documents], taps)
-        for document, state in zip(documents, states, strict=True):
-            places[document] = [len(shards), rows]
-            rows += lengths[document]
-            pending.append(state)
-    if pending:
-        flush()
-    return {"shards": shards, "places": places}
+    def documents(self) -> list[int]:
+        return [document for batch in self.batches for document in batch]
+
+    def metadata(self) -> dict[str, str]:
+        """What the file says about itself; it determines every number in the file."""
+        return {"fingerprint": self.identity, "documents": json.dumps(self.documents())}
+
+    def is_written(self, folder: Path) -> bool:
+        """Whether the folder holds this shard, complete."""
+        try:
+            with safe_open(folder / self.name, framework="pt") as file:
+                return file.metadata() == self.metadata()
+        except (OSError, SafetensorError):
+            return False
+
+
+def _plan(lengths: list[int], identity: str) -> list[_Shard]:
+    """Shards of about SHARD_TOKENS tokens. A pure function, so that a later capture finds the shards of an earlier."""
+    shards: list[_Shard] = []
+    tokens = SHARD_TOKENS
+    for batch in batches_by_length(lengths):
+        if tokens >= SHARD_TOKENS:
+            shards.append(_Shard(f"shard-{len(shards):05d}.safetensors", identity, []))
+            tokens = 0
+        shards[-1].batches.append(batch)
+        tokens += sum(lengths[document] for document in batch)
+    return shards
+
+
+def _places(shards: list[_Shard], lengths: list[int]) -> list[list[int]]:
+    """[shard, first row] of every document."""
+    places: list[list[int]] = [[]] * len(lengths)
+    for number, shard in enumerate(shards):
+        row = 0
+        for document in shard.documents():
+            places[document] = [number, row]
+            row += lengths[document]
+    return places
+
+
+def _write_shard(
+    target: Target,
+    sequences: Sequences,
+    taps: tuple[int, ...],
+    folder: Path,
+    shard: _Shard,
+    advance: Callable[[int], None],
+) -> None:
+    states: list[tuple[Tensor, Tensor]] = []
+    for batch in shard.batches:
+        documents = [sequences[document][0] for document in batch]
+        states += run_target(target, documents, taps)
+        advance(sum(document.numel() for document in documents))
+    features, last_hidden = (torch.cat(parts).cpu() for parts in zip(*states, strict=True))
+    tensors = {"features": features, "last_hidden": last_hidden}
+    write_atomically(folder / shard.name, lambda path: save_file(tensors, path, metadata=shard.metadata()))
 
 
 def batches_by_length(lengths: list[int]) -> Iterator[list[int]]:

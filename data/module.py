@@ -97,7 +97,8 @@ class DraftDataModule(LightningDataModule):
     """Training and held-out batches over two feature sources.
 
     tokens_per_batch: token budget of a batch; seed: of the shuffling; epochs or max_steps: length of the run.
-    Raises DraftwrightError if the training source holds no documents.
+    Raises DraftwrightError for a number below 1, if the training source holds no documents, and in `setup` if more
+    than one process trains.
     """
 
     def __init__(
@@ -111,11 +112,21 @@ class DraftDataModule(LightningDataModule):
         max_steps: int | None = None,
     ) -> None:
         super().__init__()
+        for name, value in (("tokens_per_batch", tokens_per_batch), ("epochs", epochs), ("max_steps", max_steps)):
+            if value is not None and value < 1:
+                raise DraftwrightError(f"{name} must be at least 1, got {value}")
         if not train.lengths:
             raise DraftwrightError("no conversation is left to train on: give more data or lower heldout_tokens")
         plan = training_plan(train.lengths, tokens_per_batch, seed, epochs=epochs, max_steps=max_steps)
         self._train = PlanLoader(train, plan)
         self._heldout = PlanLoader(heldout, pack(heldout.lengths, list(range(len(heldout.lengths))), tokens_per_batch))
+
+    def setup(self, stage: str) -> None:
+        if self.trainer is not None and self.trainer.world_size > 1:
+            raise DraftwrightError(
+                f"training in {self.trainer.world_size} processes is not supported, all would run the same batches: "
+                "set trainer.devices=1"
+            )
 
     @property
     def total_steps(self) -> int:

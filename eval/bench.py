@@ -1,8 +1,8 @@
 """Both decoders on the same prompts, interleaved, so that a machine that slows down slows both.
 
 Prompt by prompt: plain decoding, then speculative decoding; every other prompt the order is swapped.
-Seconds are wall time of the whole decoding, prefill included, for both. Both return Python integers, so a GPU
-has finished its work when the clock is read.
+Seconds are wall time of the whole decoding, prefill included, for both. An accelerator is waited for before each
+look at the clock, so that no work which one decoder leaves queued is billed to the other.
 """
 
 from __future__ import annotations
@@ -88,6 +88,12 @@ def check_lengths(name: str, prompts: Sequence[Tensor], max_positions: int) -> N
 def _timed(
     decode: Callable[[Tensor, torch.Generator], DecodeResult], ids: Tensor, generator: torch.Generator
 ) -> tuple[DecodeResult, float]:
-    begin = time.perf_counter()
+    begin = _now()
     result = decode(ids, generator)
-    return result, time.perf_counter() - begin
+    return result, _now() - begin
+
+
+def _now() -> float:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter()

@@ -21,5 +21,5 @@ def draft_name(checkpoint: str | None) -> str:
     """What to call the draft in a folder: its name; for VARIANT/DATE/draft, as training writes it, VARIANT_DATE."""
     if not checkpoint:
         return "none"
-    folder = Path(checkpoint).resolve()
+    folder = Path(checkpoint).expanduser().resolve()
     return "_".join(folder.parts[-3:-1]) if folder.name == "draft" else folder.name

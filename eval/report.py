@@ -92,6 +92,8 @@ def describe_identity(numbers: dict[str, Any]) -> str:
 def describe_difference(difference: dict[str, Any]) -> str:
     """One sentence on where a drafted output leaves the baseline's."""
     where = f"prompt {difference['prompt']} differs from token {difference['position']} on"
+    if difference["near_tie"] is None:
+        return f"{where}: the gap between the two tokens' logits was not measured"
     if difference["logit_gap"] is None:
         return f"{where}: one output ends there"
     kind = "a near-tie" if difference["near_tie"] else "not a near-tie"

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from conf import build_section, plain
+from conf.check import build
 from data.chat import encode_prompt
 from data.messages import Message, UnusableRow
 from data.prompts import load_prompts
@@ -23,7 +24,8 @@ from eval.bench import Pair, check_lengths, measure
 from eval.examples import Example, make_example
 from eval.html import page
 from eval.report import describe_tree, environment, show
-from eval.tau import baseline_s_per_forward, differences, summarise
+from eval.settings import EvalSettings
+from eval.tau import at_least_fp32, baseline_s_per_forward, differences, partings, summarise
 from spec_decode.checkpoint import write_folder
 from spec_decode.drafter import Drafter
 from spec_decode.drafters import load_draft
@@ -37,27 +39,24 @@ EXAMPLES = 3  # decoded answers that the page shows
 
 def run(cfg: DictConfig) -> dict[str, Any]:
     """The command: load the draft, the prompts and the target as configured, then `evaluate`."""
-    if not cfg.checkpoint:
-        raise DraftwrightError("no draft is chosen: pass checkpoint=FOLDER, the folder that training wrote")
-    if cfg.max_new_tokens < 1:
-        raise DraftwrightError(f"max_new_tokens must be at least 1, got {cfg.max_new_tokens}")
-    sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p)
-    tree = instantiate(cfg.tree, _convert_="all")
-    draft = load_draft(cfg.checkpoint)
-    prompts = _load_benchmarks(cfg)  # before the target, which takes long to load
-    target, tokenizer = open_target(OmegaConf.to_container(cfg.target, resolve=True))  # type: ignore[arg-type]
-    fit_draft(draft, target, tokenizer, str(cfg.checkpoint))
+    settings = build(EvalSettings, plain(cfg))
+    sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
+    tree = build_section(settings.tree, "tree")
+    draft = load_draft(str(settings.checkpoint))
+    prompts = {name: load_prompts(name, settings.path, settings.limit) for name in settings.benchmarks}
+    target, tokenizer = open_target(settings.target)  # last, because it takes long
+    fit_draft(draft, target, tokenizer, str(settings.checkpoint))
     return evaluate(
         target,
         tokenizer,
         draft,
         prompts,
         tree=tree,
-        max_new_tokens=cfg.max_new_tokens,
+        max_new_tokens=settings.max_new_tokens,
         sampling=sampling,
-        seed=cfg.seed,
-        output_dir=cfg.output_dir,
-        draft_name=cfg.draft_name,
+        seed=settings.seed,
+        output_dir=settings.output_dir,
+        draft_name=settings.draft_name,
     )
 
 
@@ -111,17 +110,25 @@ def evaluate(
                 advance=partial(progress.advance, task),
             )
     settings = {"max_new_tokens": max_new_tokens, "top_k": sampling.top_k, "top_p": sampling.top_p, "seed": seed}
+    numbers = {name: _numbers(found, sampling) for name, found in pairs.items()}
     report = {
         "target": target.spec.name,
         "draft": draft_name,
         "temperature": sampling.temperature,
         "tree": describe_tree(tree),
         "environment": environment(target.dtype, target.device, settings),
-        "benchmarks": {name: _numbers(target, found, sampling) for name, found in pairs.items()},
+        "benchmarks": numbers,
     }
     examples = _examples(benchmarks, pairs, tokenizer)
     baseline_s = {name: baseline_s_per_forward([pair.baseline for pair in found]) for name, found in pairs.items()}
-    _publish(report, page(report, examples, baseline_s), Path(output_dir))
+    write = partial(_write, report, examples, baseline_s, Path(output_dir))
+    write()  # the gaps below may need more memory than there is
+    if any(one["differences"] for one in numbers.values()):
+        exact = at_least_fp32(target)
+        for name, found in pairs.items():
+            numbers[name]["differences"] = differences(exact, found)
+        write()
+    _show(report, Path(output_dir))
     return report
 
 
@@ -136,16 +143,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, name: str, prompts: Sequence[Sequ
     return encoded
 
 
-def _load_benchmarks(cfg: DictConfig) -> dict[str, list[list[Message]]]:
-    names = [cfg.benchmark] if isinstance(cfg.benchmark, str) else list(cfg.benchmark)
-    if cfg.path and len(names) > 1:
-        raise DraftwrightError(f"path=… holds the prompts of one benchmark, but {len(names)} are chosen: name one")
-    return {name: load_prompts(name, cfg.path, cfg.limit) for name in names}
-
-
-def _numbers(target: HFTarget, pairs: Sequence[Pair], sampling: Sampling) -> dict[str, Any]:
-    parted = differences(target, pairs) if sampling.greedy else []
-    return {**summarise(pairs, greedy=sampling.greedy), "differences": parted}
+def _numbers(pairs: Sequence[Pair], sampling: Sampling) -> dict[str, Any]:
+    return {**summarise(pairs, greedy=sampling.greedy), "differences": partings(pairs) if sampling.greedy else []}
 
 
 def _examples(
@@ -171,15 +170,18 @@ def _progress() -> Progress:
     )
 
 
-def _publish(report: dict[str, Any], html: str, folder: Path) -> None:
+def _write(report: dict[str, Any], examples: list[Example], baseline_s: dict[str, float], folder: Path) -> None:
     text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    files = {"report.json": text, "report.html": html}
+    files = {"report.json": text, "report.html": page(report, examples, baseline_s)}
     write_folder(folder, {name: partial(_write_text, text) for name, text in files.items()})
-    console = Console()
-    show(report, console)
-    for name in files:
-        console.print(folder / name, soft_wrap=True, highlight=False)
 
 
 def _write_text(text: str, path: Path) -> None:
     path.write_text(text, encoding="utf-8")
+
+
+def _show(report: dict[str, Any], folder: Path) -> None:
+    console = Console()
+    show(report, console)
+    for name in ("report.json", "report.html"):
+        console.print(folder / name, soft_wrap=True, highlight=False)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from data.chat import common_prefix
 from eval.bench import Pair
 from spec_decode import acceptance
 from spec_decode.decode import DecodeResult
@@ -71,47 +72,54 @@ def baseline_s_per_forward(results: Sequence[DecodeResult]) -> float:
 
 def first_divergence(left: Sequence[int], right: Sequence[int]) -> int | None:
     """The first index at which two token lists differ, or None when they are equal."""
-    if list(left) == list(right):
-        return None
-    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+    shared = common_prefix(left, right)
+    return None if shared == max(len(left), len(right)) else shared
+
+
+def partings(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
+    """Where greedy outputs part: prompt, position, both tokens. Gaps aren't measured yet: near_tie is None."""
+    found = [(i, first_divergence(pair.baseline.tokens, pair.drafted.tokens)) for i, pair in enumerate(pairs)]
+    return [
+        {
+            "prompt": i,
+            "position": position,
+            "baseline_token": _token(pairs[i].baseline.tokens, position),
+            "token": _token(pairs[i].drafted.tokens, position),
+            "logit_gap": None,
+            "near_tie": None,
+        }
+        for i, position in found
+        if position is not None
+    ]
 
 
 def differences(target: HFTarget, pairs: Sequence[Pair]) -> list[dict[str, Any]]:
-    """Where greedy outputs part: prompt, position, both tokens and their fp32 logit gap on the common prefix.
+    """`partings` with the fp32 logit gap of the two tokens on the common prefix.
 
-    near_tie is true below a gap of 1e-3. One output that simply ends before the other has no gap.
+    near_tie is true below a gap of 1e-3. One output that simply ends before the other has no gap. Copies a target
+    of lower precision (`at_least_fp32`).
     """
-    found = [(i, first_divergence(pair.baseline.tokens, pair.drafted.tokens)) for i, pair in enumerate(pairs)]
-    parted = [(i, position) for i, position in found if position is not None]
-    if not parted:
-        return []
-    exact = _at_least_fp32(target)
-    return [_difference(exact, i, position, pairs[i]) for i, position in parted]
+    parted = partings(pairs)
+    exact = at_least_fp32(target) if parted else target
+    return [_with_gap(exact, difference, pairs[difference["prompt"]]) for difference in parted]
 
 
-def _difference(target: HFTarget, index: int, position: int, pair: Pair) -> dict[str, Any]:
-    plain, drafted = (_token(result.tokens, position) for result in (pair.baseline, pair.drafted))
+def _with_gap(target: HFTarget, difference: dict[str, Any], pair: Pair) -> dict[str, Any]:
+    plain, drafted, position = (difference[key] for key in ("baseline_token", "token", "position"))
     gap = None
     if plain is not None and drafted is not None:
         prefix = torch.cat((pair.input_ids.cpu(), torch.tensor(pair.baseline.tokens[:position], dtype=torch.int64)))
         logits = target.forward(prefix[None].to(target.device), logits=slice(-1, None)).logits
         assert logits is not None
         gap = abs(float(logits[0, -1, plain] - logits[0, -1, drafted]))
-    return {
-        "prompt": index,
-        "position": position,
-        "baseline_token": plain,
-        "token": drafted,
-        "logit_gap": gap,
-        "near_tie": gap is not None and gap < NEAR_TIE,
-    }
+    return difference | {"logit_gap": gap, "near_tie": gap is not None and gap < NEAR_TIE}
 
 
 def _token(tokens: Sequence[int], position: int) -> int | None:
     return tokens[position] if position < len(tokens) else None
 
 
-def _at_least_fp32(target: HFTarget) -> HFTarget:
+def at_least_fp32(target: HFTarget) -> HFTarget:
     """The target itself in fp32 or fp64, else an fp32 copy of it (made only when outputs differ)."""
     if target.dtype in (torch.float32, torch.float64):
         return target

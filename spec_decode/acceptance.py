@@ -34,8 +34,3 @@ def histogram(accepted: Sequence[int]) -> list[int]:
     for a in accepted:
         counts[a] += 1
     return counts
-
-
-def expected_tau(alphas: Sequence[float]) -> float:
-    """tau if position k is accepted with the conditional probability alphas[k - 1]: 1 + sum_k prod_{i <= k} alpha_i."""
-    return 1.0 + sum(math.prod(alphas[:k]) for k in range(1, len(alphas) + 1))

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -77,8 +78,11 @@ def write_folder(folder: Path, writers: Mapping[str, Callable[[Path], Any]]) -> 
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
-    """Call write(temporary path), then rename it to `path`; the temporary file never stays behind."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    """Call write(temporary path), then rename it to `path`; the temporary file stays behind only in a killed process.
+
+    Its name is unique, so that several writers of the same path, even on several machines, don't meet.
+    """
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         write(temporary)
         os.replace(temporary, path)

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
-from spec_decode.target import Target, TargetOutput
+from spec_decode.target import Target, TargetOutput, TargetSpec
 from spec_decode.tree import Tree, TreePlan
+
+
+class DraftConfig(Protocol):
+    """What the config dataclass of every draft holds beside its own fields: whom it was trained for."""
+
+    @property
+    def target(self) -> str: ...
+
+    @property
+    def tokenizer(self) -> str:
+        """Fingerprint of the tokenizer, empty where it isn't known."""
+        ...
 
 
 class Drafter(nn.Module, ABC):
@@ -18,6 +31,7 @@ class Drafter(nn.Module, ABC):
     taps: the target states that `start` and `commit` need, in Hugging Face numbering.
     """
 
+    config: DraftConfig
     taps: tuple[int, ...] = ()
     needs_last_hidden = False
 
@@ -36,3 +50,58 @@ class Drafter(nn.Module, ABC):
     @abstractmethod
     def commit(self, state: Any, tree: Tree, path: Tensor, output: TargetOutput) -> Any:
         """Draft state after the accepted `path` (node ids, root first) of a tree the target ran ([1, N, ...])."""
+
+
+class VocabularyConfig(DraftConfig, Protocol):
+    """The config of a draft that proposes from a part of the target's vocabulary."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def draft_vocab_size(self) -> int: ...
+
+    @classmethod
+    def for_target(cls, spec: TargetSpec, **changes: Any) -> Self:
+        """A draft shaped for the target; `changes` override single fields."""
+        ...
+
+
+class VocabularyDrafter(Drafter):
+    """A draft whose own `lm_head` scores a part of the target's vocabulary.
+
+    d2t: target id minus draft id, int64 [V_draft]; t2d: whether the draft has a target token, bool [V].
+    """
+
+    lm_head: nn.Linear
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: VocabularyConfig) -> None:
+        super().__init__()
+        self.config: VocabularyConfig = config
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+        self.set_vocabulary(torch.arange(config.draft_vocab_size))
+
+    def set_vocabulary(self, ids: Tensor) -> None:
+        """Choose the target ids [V_draft] (ascending, distinct) that the draft can propose."""
+        size = self.config.draft_vocab_size
+        if ids.numel() != size or bool((ids[1:] <= ids[:-1]).any()):
+            raise ValueError(f"draft vocabulary must be {size} ascending ids, got {ids.shape}")
+        self.d2t.copy_(ids - torch.arange(ids.numel(), device=ids.device))
+        self.t2d.zero_()
+        self.t2d[ids] = True
+
+    def vocabulary(self) -> Tensor:
+        """Target id of every draft id, int64 [V_draft]."""
+        return self.d2t + torch.arange(self.d2t.numel(), device=self.d2t.device)
+
+    def init_head(self, head_weight: Tensor) -> None:
+        """Start `lm_head` from the target's rows [V, H] of the draft vocabulary."""
+        with torch.no_grad():
+            self.lm_head.weight.copy_(head_weight[self.vocabulary().to(head_weight.device)])
+
+    @abstractmethod
+    def save_pretrained(self, folder: str | Path, readme: str = "") -> None:
+        """Write config.json, model.safetensors and README.md, which `spec_decode.drafters.load_draft` opens."""

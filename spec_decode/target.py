@@ -7,7 +7,6 @@ before the final norm; id 0 is the embedding output.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -85,8 +84,8 @@ class Target(Protocol):
         """The unembedding matrix, [V, H]."""
         ...
 
-    def weights(self) -> Iterable[Tensor]:
-        """All parameters in a fixed order, to fingerprint the target."""
+    def identity(self) -> str:
+        """A hash of all that `forward` depends on: weights, dtype and constants, not the name."""
         ...
 
     def forward(

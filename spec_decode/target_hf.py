@@ -7,31 +7,47 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterable, Mapping
+import os
+import re
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from spec_decode.cache import TreeCache
-from spec_decode.errors import DraftwrightError
+from spec_decode.errors import DraftwrightError, first_line
 from spec_decode.packaged import packaged_model
 from spec_decode.target import TargetOutput, TargetSpec, check_taps
 
 # Config fields of models whose logits are not simply head(last_hidden); we refuse them instead of being wrong.
 _SCALED_HEADS = {"logit_scale": 1.0, "logits_scaling": 1.0, "final_logit_softcapping": None, "lm_head_multiplier": 1.0}
+# Config fields that a draft is shaped by.
+_SIZES = (
+    "hidden_size",
+    "vocab_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "rms_norm_eps",
+    "rope_parameters",
+    "max_position_embeddings",
+)
+# Config fields that say nothing about what a model computes; the dtype is that of the loaded weights.
+_INCIDENTAL = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
 
 
 class HFTarget:
     """Wraps a transformers causal LM; see `spec_decode.target.Target` for the contract.
 
-    Raises DraftwrightError for models with sliding-window layers or scaled logits, which it would get wrong.
+    Raises DraftwrightError for models that it would get wrong: sliding-window layers, scaled logits, a head with a
+    bias, or an architecture that isn't Llama-like.
     """
 
     def __init__(self, model: PreTrainedModel, name: str = "") -> None:
@@ -62,8 +78,18 @@ class HFTarget:
     def head_weight(self) -> Tensor:
         return self.model.get_output_embeddings().weight
 
-    def weights(self) -> Iterable[Tensor]:
-        return self.model.parameters()
+    def identity(self) -> str:
+        return self._identity
+
+    @cached_property
+    def _identity(self) -> str:
+        """Computed once: hashing the weights takes a second for each gigabyte or so."""
+        config = {key: value for key, value in self.model.config.to_dict().items() if key not in _INCIDENTAL}
+        digest = sha256(json.dumps([type(self.model).__name__, config], sort_keys=True, default=str).encode())
+        for name, tensor in self.model.state_dict().items():
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
     def forward(
         self,
@@ -123,52 +149,77 @@ class TargetSource:
         if self.dtype not in ("float32", "bfloat16", "float16", "float64"):
             raise DraftwrightError(f"target.dtype '{self.dtype}' is unknown; choose float32, bfloat16 or float16")
 
+    @cached_property
     def location(self) -> str:
-        """Folder or hub name to load from."""
-        return self.path or str(packaged_model(str(self.package), self.cache_dir))
+        """Folder or hub name to load from. A packaged model is converted on first use."""
+        if self.package is not None:
+            return str(packaged_model(self.package, self.cache_dir))
+        return os.path.expanduser(str(self.path))
 
     def name(self) -> str:
-        """What reports call the target."""
-        return self.path or Path(self.location()).name
+        """What reports call the target: a hub name, or the last component of a folder."""
+        folder = Path(self.location)
+        return folder.resolve().name if folder.is_dir() else self.location
 
 
-def open_target(source: Mapping[str, Any] | TargetSource) -> tuple[HFTarget, PreTrainedTokenizerBase]:
+def open_target(source: TargetSource) -> tuple[HFTarget, PreTrainedTokenizerBase]:
     """Load a causal LM and its tokenizer. Raises DraftwrightError when it isn't there."""
-    source = source if isinstance(source, TargetSource) else TargetSource(**source)
     tokenizer = open_tokenizer(source)
-    dtype = getattr(torch, source.dtype)
+    location, dtype = source.location, getattr(torch, source.dtype)
     try:
-        model = AutoModelForCausalLM.from_pretrained(source.location(), dtype=dtype, attn_implementation="sdpa")
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise _not_loaded(source, error) from error
-    model.to(device=_device(source.device))  # type: ignore[call-arg]
-    return HFTarget(model, name=source.name()), tokenizer
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            location, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+        )
+    except Exception as error:  # transformers, safetensors and HTTP libraries share no base class
+        raise _not_loaded(location, error) from error
+    model, loading = loaded
+    if missing := sorted(loading["missing_keys"]):  # transformers would leave them random
+        raise DraftwrightError(
+            f"the target '{source.name()}' lacks the tensor '{missing[0]}' ({len(missing)} missing in all): pass a "
+            "complete model as target.path"
+        )
+    return HFTarget(_move(model, source.device), name=source.name()), tokenizer
 
 
-def open_tokenizer(source: Mapping[str, Any] | TargetSource) -> PreTrainedTokenizerBase:
+def open_tokenizer(source: TargetSource) -> PreTrainedTokenizerBase:
     """The target's tokenizer alone."""
-    source = source if isinstance(source, TargetSource) else TargetSource(**source)
+    location = source.location
     try:
-        return AutoTokenizer.from_pretrained(source.location())
-    except (OSError, ValueError, RuntimeError) as error:
-        raise _not_loaded(source, error) from error
+        return AutoTokenizer.from_pretrained(location)
+    except Exception as error:  # as in `open_target`
+        raise _not_loaded(location, error) from error
 
 
-def _not_loaded(source: TargetSource, error: Exception) -> DraftwrightError:
+def _not_loaded(location: str, error: Exception) -> DraftwrightError:
+    on_hub = not Path(location).exists() and re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", location)
+    get = f", or run `hf download {location}` where the hub can be reached" if on_hub else ""
     return DraftwrightError(
-        f"the target '{source.name()}' could not be loaded ({_first_line(error)}): pass a folder with config.json, "
-        "safetensors and tokenizer files, or a hub name you can reach, as target.path=…"
+        f"the target '{location}' could not be loaded ({first_line(error)}): pass a folder with config.json, "
+        f"safetensors and tokenizer files as target.path=FOLDER{get}"
     )
 
 
-def _device(name: str) -> str:
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+def _move(model: PreTrainedModel, device: str) -> PreTrainedModel:
+    """The model on target.device."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return model.to(device=device)  # type: ignore[call-arg]
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        raise DraftwrightError(
+            f"the target can't be moved to target.device={device} ({first_line(error)}): use target.device=cpu, or a "
+            "device with enough memory that torch finds"
+        ) from error
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of the vocabulary and the chat template: equal exactly when token ids mean the same."""
-    content = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template], ensure_ascii=False)
-    return sha256(content.encode()).hexdigest()[:16]
+    """A hash of what turns text into ids, and of the chat template: equal exactly when token ids mean the same."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    content: Any = sorted(tokenizer.get_vocab().items())
+    if backend is not None:
+        content = json.loads(backend.to_str()) | {"truncation": None, "padding": None}  # these change with use
+    text = json.dumps([content, tokenizer.chat_template], ensure_ascii=False, sort_keys=True)
+    return sha256(text.encode()).hexdigest()[:16]
 
 
 def _store(captured: dict[int, Tensor], tap: int) -> Any:
@@ -180,15 +231,21 @@ def _store(captured: dict[int, Tensor], tap: int) -> Any:
 
 def _spec(model: PreTrainedModel, name: str) -> TargetSpec:
     config = model.config
+    kind = f"target '{name}' ({type(model).__name__})"
+    if not hasattr(model.base_model, "layers"):
+        raise DraftwrightError(f"{kind} is not Llama-like: it has no list `layers`; choose another target.path")
+    for field in _SIZES:
+        if getattr(config, field, None) is None:
+            raise DraftwrightError(f"{kind} is not Llama-like: its config has no {field}; choose another target.path")
     for field, neutral in _SCALED_HEADS.items():
         if getattr(config, field, neutral) not in (neutral, None):
-            raise DraftwrightError(f"target '{name}' scales its logits ({field}), which is not supported")
+            raise DraftwrightError(f"{kind} scales its logits ({field}), which is not supported: choose another target")
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        raise DraftwrightError(f"{kind} has a head with a bias, which is not supported: choose another target")
     # transformers keeps sliding_window on models that don't use it, but then lists no such layer in layer_types.
     layers = getattr(config, "layer_types", None)
     if "sliding_attention" in layers if layers else getattr(config, "sliding_window", None):
-        raise DraftwrightError(f"target '{name}' has sliding-window layers, which are not supported")
-    if not hasattr(model.base_model, "layers"):
-        raise DraftwrightError(f"target '{name}' ({type(model).__name__}) is not Llama-like: it has no list `layers`")
+        raise DraftwrightError(f"{kind} has sliding-window layers, which are not supported: choose another target")
     eos = model.generation_config.eos_token_id if model.generation_config else config.eos_token_id
     return TargetSpec(
         name=name,
@@ -204,7 +261,3 @@ def _spec(model: PreTrainedModel, name: str) -> TargetSpec:
         max_positions=config.max_position_embeddings,
         eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,),
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

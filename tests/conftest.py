@@ -1,10 +1,20 @@
-"""Shared fixtures: a small tokenizer with a ChatML template, made without network."""
+"""Shared fixtures, made without network: a small tokenizer with a ChatML template, and tiny random Llamas.
+
+Tests can't import this file (--import-mode=importlib), so helpers come as fixtures that return functions.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from spec_decode.target_hf import HFTarget
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -26,3 +36,47 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
     wrapped.chat_template = CHATML
     return wrapped
+
+
+def _tiny_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    return LlamaForCausalLM(LlamaConfig(**sizes | changes))
+
+
+@pytest.fixture(scope="session")
+def tiny_llama() -> Callable[..., LlamaForCausalLM]:
+    """tiny_llama(seed=0, **fields of LlamaConfig): a random model of 50 tokens, hidden size 32 and 8 layers in fp32."""
+    return _tiny_llama
+
+
+@pytest.fixture(scope="session")
+def exact_target() -> Callable[..., HFTarget]:
+    """exact_target(**fields of LlamaConfig): a random Llama of 64 tokens, 96 positions and no end-of-turn, in fp64
+    throughout; transformers' own norm would round to fp32."""
+
+    def make(**changes: Any) -> HFTarget:
+        fields = {
+            "vocab_size": 64,
+            "num_hidden_layers": 4,
+            "max_position_embeddings": 96,
+            "initializer_range": 0.3,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+        model = _tiny_llama(**fields | changes).double()
+        for module in model.modules():
+            for name, child in module.named_children():
+                if type(child).__name__ == "LlamaRMSNorm":
+                    setattr(module, name, nn.RMSNorm(32, eps=1e-6, dtype=torch.float64))
+        return HFTarget(model, "tiny")
+
+    return make

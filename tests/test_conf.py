@@ -2,14 +2,19 @@
 
 import importlib.util
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import pytest
 from hydra import compose, initialize_config_module
+from hydra.errors import InstantiationException
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 import conf
+from conf.check import Between, Positive, build
+from spec_decode.errors import DraftwrightError
 
 FOLDER = Path(conf.__file__).parent
 GROUPS = sorted(p.relative_to(FOLDER).with_suffix("").as_posix() for p in FOLDER.glob("*/*.yaml"))
@@ -92,3 +97,81 @@ def test_wheel_carries_packages_and_yaml(tmp_path: Path) -> None:
     assert {f"conf/{name}.yaml" for name in (*GROUPS, *TOPS)} <= names
     assert {f"{package}/__init__.py" for package in ("train", "data", "spec_decode", "eval", "conf")} <= names
     assert not any(name.startswith(("tests/", "outputs/")) for name in names)
+
+
+@dataclass(frozen=True)
+class Part:
+    rate: float = 1.0
+
+
+@dataclass(frozen=True)
+class Whole:
+    count: Positive
+    share: Annotated[float, Between(0, 1)]
+    kind: Literal["a", "b"]
+    names: str | tuple[str, ...]
+    folder: Path | None
+    on: bool
+    part: Part
+    rest: dict[str, Any]
+
+
+RIGHT = {"count": 3, "share": 1, "kind": "b", "names": ["x"], "folder": "f", "on": True, "part": {}, "rest": {"k": [1]}}
+
+
+def test_values_become_what_the_annotations_say() -> None:
+    assert build(Whole, RIGHT) == Whole(3, 1.0, "b", ("x",), Path("f"), True, Part(), {"k": [1]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"count": 0}, "count=0 is not possible: it must be a whole number of at least 1"),
+        ({"count": True}, "count=true is not possible: it must be a whole number of at least 1"),
+        ({"count": 2.0}, "count=2.0 is not possible"),
+        ({"share": 1.5}, "share=1.5 is not possible: it must be a number from 0 to 1"),
+        ({"share": float("nan")}, "share=NaN is not possible"),
+        ({"kind": "c"}, "kind=c is not possible: it must be a or b"),
+        ({"names": []}, r"names=\[\] is not possible: it must be text or a list with at least one entry, each text"),
+        ({"folder": 7}, "folder=7 is not possible: it must be null or a path"),
+        ({"on": "maybe"}, "on=maybe is not possible: it must be true or false"),
+        ({"part": {"rate": "x"}}, "part.rate=x is not possible: it must be a number"),
+        ({"part": {"speed": 1}}, "there is no config key 'part.speed': choose from rate"),
+        ({"part": 3}, "part=3 is not possible: it must be a section with keys"),
+        ({"rest": None}, "rest=null is not possible: it must be a section with keys"),
+        ({"extra": 1}, "there is no config key 'extra'"),
+    ],
+)
+def test_wrong_values_are_named(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(DraftwrightError, match=f"^{sentence}"):
+        build(Whole, RIGHT | changes)
+
+
+def test_missing_key_is_named() -> None:
+    with pytest.raises(DraftwrightError, match=r"^the config key 'kind' is missing: pass kind=…"):
+        build(Whole, {key: value for key, value in RIGHT.items() if key != "kind"})
+
+
+def test_added_keys_need_a_section_or_a_group() -> None:
+    with initialize_config_module("conf", version_base="1.3"):
+        conf.refuse_additions(["+variant=eagle3", "+trainer.strategy=auto", "+logger.tags=[a]", "++seed=1", "seed=2"])
+        with pytest.raises(DraftwrightError, match=r"'\+seed2=1' adds a key that nothing reads"):
+            conf.refuse_additions(["seed=1", "+seed2=1"])
+
+
+def test_home_is_expanded_in_values_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    words = ["output_dir=~/out", "~trainer.precision", "a=b~c"]
+    assert [conf.expand_home(word) for word in words] == ["output_dir=/home/me/out", "~trainer.precision", "a=b~c"]
+
+
+def test_mistake_inside_an_instantiated_class_is_told() -> None:
+    error = InstantiationException("Error in call to target …")
+    error.__cause__ = DraftwrightError("one sentence")
+    assert conf.one_sentence("train", error) == "one sentence"
+
+
+def test_trainer_decides_what_suits_its_device() -> None:
+    cpu, gpu = (_compose("train", "+variant=eagle3", f"trainer={name}") for name in ("cpu", "gpu"))
+    assert (cpu.target.dtype, cpu.eval.dtype, cpu.module.steps) == ("bfloat16", "float32", 4)
+    assert (gpu.target.dtype, gpu.eval.dtype, gpu.module.steps) == ("bfloat16", "bfloat16", 7)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from threading import Barrier
+from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from data import features
 from data.batch import Sequences
@@ -17,22 +20,9 @@ from spec_decode.target_hf import HFTarget
 TAPS = (2, 3, 4)
 
 
-def make_target(seed=0):
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=7,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    return HFTarget(LlamaForCausalLM(config), "tiny")
-
-
 @pytest.fixture(scope="module")
-def target():
-    return make_target()
+def target(tiny_llama):
+    return HFTarget(tiny_llama(), "tiny")
 
 
 @pytest.fixture
@@ -75,18 +65,41 @@ def test_a_cache_is_captured_once(target, sequences, tmp_path, monkeypatch):
     cached_features(target, sequences, TAPS, tmp_path, "train")
 
 
-def test_everything_that_matters_changes_the_fingerprint(target, sequences):
+def test_everything_that_matters_changes_the_fingerprint(target, sequences, tiny_llama):
+    def of(model, name="tiny"):
+        return fingerprint(HFTarget(model, name), sequences, TAPS)
+
     other_ids = Sequences((sequences.ids + 1) % 50, sequences.loss_mask, sequences.offsets)
     other_mask = Sequences(sequences.ids, ~sequences.loss_mask, sequences.offsets)
     prints = {
         fingerprint(target, sequences, TAPS),
         fingerprint(target, sequences, (1, 3, 4)),
-        fingerprint(make_target(seed=1), sequences, TAPS),
+        of(tiny_llama(seed=1)),
+        of(tiny_llama(rope_parameters={"rope_type": "default", "rope_theta": 500.0})),
+        of(tiny_llama(rms_norm_eps=1e-3)),
+        of(tiny_llama(hidden_act="gelu")),
+        of(tiny_llama(num_attention_heads=2, head_dim=16)),  # weights of the same shapes
         fingerprint(target, other_ids, TAPS),
         fingerprint(target, other_mask, TAPS),
-        fingerprint(HFTarget(make_target().model.double(), "tiny"), sequences, TAPS),
+        of(tiny_llama().double()),
     }
-    assert len(prints) == 6
+    assert len(prints) == 10
+    assert of(tiny_llama(), name="another name") == fingerprint(target, sequences, TAPS)
+
+
+def test_the_weights_are_hashed_once(tiny_llama, sequences, monkeypatch):
+    target = HFTarget(tiny_llama(), "tiny")
+    first = fingerprint(target, sequences, TAPS)
+    monkeypatch.setattr(target.model, "state_dict", lambda: pytest.fail("hashed again"))
+    assert fingerprint(target, sequences.prefix(5), TAPS) != first
+
+
+def test_a_model_has_the_same_fingerprint_in_memory_and_from_a_folder(tiny_llama, sequences, tmp_path):
+    model = tiny_llama()
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.float32)
+    prints = {fingerprint(HFTarget(each), sequences, TAPS) for each in (model, loaded)}
+    assert len(prints) == 1
 
 
 def test_a_cache_of_another_configuration_is_captured_again(target, sequences, tmp_path):
@@ -108,6 +121,74 @@ def test_a_killed_capture_leaves_no_valid_cache(target, sequences, tmp_path, mon
     assert cached_features(target, sequences, TAPS, tmp_path, "train").batch([2]).ids.numel() == 3
 
 
+def counting(monkeypatch, stop_after=None):
+    """Documents that went through the target; with stop_after, the capture is killed after so many batches."""
+    seen, run_target = [], features.run_target
+
+    def run(target, documents, taps):
+        if len(seen) == stop_after:
+            raise KeyboardInterrupt
+        seen.append([document.tolist() for document in documents])
+        return run_target(target, documents, taps)
+
+    monkeypatch.setattr(features, "run_target", run)
+    return seen
+
+
+def same(left, right):
+    return all(torch.equal(a, b) for a, b in zip(vars(left).values(), vars(right).values(), strict=True))
+
+
+@pytest.mark.parametrize("batches", [0, 1, 2])
+def test_a_killed_capture_goes_on_where_it_was(target, sequences, tmp_path, monkeypatch, batches):
+    """The documents make three shards of one batch each."""
+    with monkeypatch.context() as patch:
+        everything = counting(patch)
+        whole = cached_features(target, sequences, TAPS, tmp_path / "whole", "train").batch(range(5))
+    with monkeypatch.context() as patch:
+        counting(patch, stop_after=batches)
+        with pytest.raises(KeyboardInterrupt):
+            cached_features(target, sequences, TAPS, tmp_path, "train")
+    assert len(list(tmp_path.glob("features/*/*.safetensors"))) == batches
+    with monkeypatch.context() as patch:
+        seen = counting(patch)
+        needed = []
+        patch.setattr(features, "_check_space", lambda _folder, size: needed.append(size))
+        resumed = cached_features(target, sequences, TAPS, tmp_path, "train").batch(range(5))
+    assert len(everything) == 3
+    assert seen == everything[batches:]
+    assert needed == [4 * 4 * 32 * sum(len(ids) for batch in seen for ids in batch)]
+    assert same(resumed, whole)
+
+
+def test_a_truncated_shard_of_a_killed_capture_is_written_again(target, sequences, tmp_path, monkeypatch):
+    whole = cached_features(target, sequences, TAPS, tmp_path, "train").batch(range(5))
+    next(tmp_path.rglob("manifest.json")).unlink()
+    shard = sorted(tmp_path.rglob("*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[:-50])
+    seen = counting(monkeypatch)
+    assert same(cached_features(target, sequences, TAPS, tmp_path, "train").batch(range(5)), whole)
+    assert len(seen) == 1
+
+
+def test_captures_at_the_same_time_do_not_disturb_each_other(target, sequences, tmp_path, tiny_llama, monkeypatch):
+    whole = cached_features(target, sequences, TAPS, tmp_path / "alone", "train").batch(range(5))
+    monkeypatch.setattr(features, "Progress", lambda: nullcontext(Mock()))  # one terminal shows one bar
+    meeting, is_complete = Barrier(3), features._is_complete
+
+    def all_find_nothing(*arguments):
+        meeting.wait(timeout=60)
+        return is_complete(*arguments)
+
+    monkeypatch.setattr(features, "_is_complete", all_find_nothing)
+    targets = [HFTarget(tiny_llama(), "tiny") for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        caches = pool.map(lambda each: cached_features(each, sequences, TAPS, tmp_path, "train"), targets)
+        assert all(same(cache.batch(range(5)), whole) for cache in caches)
+    (folder,) = (tmp_path / "features").iterdir()
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
 def test_a_damaged_shard_is_named(target, sequences, tmp_path):
     cached_features(target, sequences, TAPS, tmp_path, "train")
     shard = next(tmp_path.rglob("*.safetensors"))
@@ -125,7 +206,7 @@ def test_too_little_space_is_refused_before_anything_is_written(target, sequence
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
 def test_a_failing_disk_says_what_to_do(target, sequences, tmp_path, monkeypatch, code):
-    def fail(*_):
+    def fail(*_, **__):
         raise OSError(code, "disk trouble")
 
     monkeypatch.setattr(features, "save_file", fail)

@@ -1,8 +1,11 @@
 import io
+import json
 
+import pytest
 import torch
 from rich.console import Console
 
+from data import cli
 from data.inspect import coloured, print_chats
 from data.prepare import Chat
 from data.readers import ReadReport
@@ -39,3 +42,49 @@ def test_without_colour_brackets_show_the_mask(tokenizer):
 def test_markup_in_a_text_is_printed_as_it_is(tokenizer):
     ids = torch.tensor(tokenizer.encode("[bold]x[/bold]", add_special_tokens=False))
     assert coloured(tokenizer, ids, torch.zeros(len(ids), dtype=torch.bool)).plain == "[bold]x[/bold]"
+
+
+@pytest.fixture
+def inspect(monkeypatch, tmp_path):
+    """Runs `python -m data inspect` on a file of one chat in an empty folder."""
+    (tmp_path / "chats.jsonl").write_text(
+        json.dumps({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]})
+    )
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def run(*words):
+        fixed = ["inspect", "target=hf", "target.path=somewhere", "dataset=jsonl", "dataset.path=~/chats.jsonl"]
+        monkeypatch.setattr("sys.argv", ["data", *fixed, *words])
+        cli.main()
+
+    return run
+
+
+def test_command_prints_the_chat_and_leaves_nothing_behind(inspect, tokenizer, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "open_tokenizer", lambda source: tokenizer)
+    inspect()
+    assert "yes" in capsys.readouterr().out
+    assert not list((tmp_path / "work").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("limit=0", "limit=0 is not possible: it must be a whole number of at least 1"),
+        ("limit=abc", "limit=abc is not possible"),
+        ("max_length=1", "max_length=1 is not possible: it must be a whole number of at least 2"),
+        ("+foo=1", "'+foo=1' adds a key that nothing reads: override existing keys, without +"),
+        ("+target.foo=1", "there is no config key 'target.foo'"),
+        ("target.path=???", "the config key 'target.path' has no value"),
+        ("dataset.path=4", "dataset.path=4 is not possible: it must be null or text"),
+    ],
+)
+def test_mistakes_end_with_one_sentence(inspect, word, expected, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "open_tokenizer", lambda source: pytest.fail("the tokenizer was opened"))
+    with pytest.raises(SystemExit) as ended:
+        inspect(word)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"data: {expected}")

@@ -1,5 +1,6 @@
 import json
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -92,6 +93,22 @@ def test_breaking_off_a_pass_leaves_the_next_whole() -> None:
     loader = PlanLoader(Source([1, 1]), [[0], [1]])
     next(iter(loader))
     assert _documents(loader) == [[0], [1]]
+
+
+@pytest.mark.parametrize("name", ["tokens_per_batch", "epochs", "max_steps"])
+def test_numbers_below_one_are_refused(name: str) -> None:
+    with pytest.raises(DraftwrightError, match=f"^{name} must be at least 1, got 0$"):
+        _module(**{name: 0})
+
+
+def test_several_processes_are_refused() -> None:
+    module = _module()
+    module.setup("fit")  # without a trainer
+    module.trainer = SimpleNamespace(world_size=1)
+    module.setup("fit")
+    module.trainer = SimpleNamespace(world_size=2)
+    with pytest.raises(DraftwrightError, match=r"training in 2 processes is not supported.* set trainer.devices=1"):
+        module.setup("fit")
 
 
 def test_nothing_to_train_on_is_an_error() -> None:

@@ -107,9 +107,9 @@ def test_unusable_rows_are_named_with_their_counts(tokenizer, tmp_path):
 
 
 def test_empty_masks_show_a_decoded_example(tokenizer, tmp_path):
-    with pytest.raises(DraftwrightError, match="enough supervised tokens") as error:
+    with pytest.raises(DraftwrightError, match="has a supervised token") as error:
         run(tokenizer, source(tmp_path, [row("x", "what?", "this")] * 2), max_length=10)
-    assert "2 × too few supervised tokens within max_length" in str(error.value)
+    assert "2 × no supervised token within max_length" in str(error.value)
     assert repr("<|im_start|>user\nwhat?<|im_end|>\n<|im_start|>assistant\nthis<|im_end|>\n") in str(error.value)
 
 

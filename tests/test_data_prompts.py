@@ -56,20 +56,35 @@ def test_user_mistakes(tmp_path):
 def test_hub_rows(monkeypatch):
     calls = []
 
-    def load_dataset(name, config, split):
+    def load_dataset(name, config, *, split):
         calls.append((name, config, split))
         return [{"prompt": ["first", "second"]}, {"prompt": ["other", "x"]}]
 
-    monkeypatch.setattr("data.prompts.datasets.load_dataset", load_dataset)
+    monkeypatch.setattr("data.sources.HfApi.dataset_info", lambda *_args, **_kwargs: None)
+    monkeypatch.setattr("data.sources.datasets.load_dataset", load_dataset)
     assert load_prompts("mt_bench", None, 1) == [user("first")]
     assert calls == [("HuggingFaceH4/mt_bench_prompts", None, "train")]
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS)
 def test_unreachable_hub_is_one_sentence(monkeypatch, benchmark):
-    def load_dataset(*_args, **_kwargs):
+    def unreachable(*_args, **_kwargs):
         raise ConnectionError("no route")
 
-    monkeypatch.setattr("data.prompts.datasets.load_dataset", load_dataset)
-    with pytest.raises(DraftwrightError, match=r"could not be loaded from the hub \(ConnectionError\)"):
+    monkeypatch.setattr("data.sources.HfApi.dataset_info", unreachable)
+    monkeypatch.setattr("data.sources.datasets.load_dataset", lambda *_, **__: pytest.fail("would retry for long"))
+    get = f"`hf download {BENCHMARKS[benchmark].hub} --repo-type dataset --local-dir FOLDER`"
+    with pytest.raises(DraftwrightError, match=rf"could not be read \(ConnectionError\).* {get} .* pass path=FOLDER"):
         load_prompts(benchmark, None, None)
+
+
+def test_a_folder_with_a_copy_of_the_hubs_data_set(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.sources.datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("data.sources.HfApi.dataset_info", lambda *_args, **_kwargs: pytest.fail("asked the hub"))
+    (tmp_path / "copy" / "main").mkdir(parents=True)
+    (tmp_path / "copy" / "main" / "test.jsonl").write_text('{"question": "1 + 1?"}\n{"question": "2 + 2?"}\n')
+    front = "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: test\n    path: main/test*\n---\n"
+    (tmp_path / "copy" / "README.md").write_text(front)
+    assert load_prompts("gsm8k", str(tmp_path / "copy"), 1) == [user("1 + 1?")]
+    with pytest.raises(DraftwrightError, match="is not a file"):
+        load_prompts("file", str(tmp_path / "copy"))

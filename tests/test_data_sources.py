@@ -111,13 +111,21 @@ def test_unreachable_hub_is_one_sentence(monkeypatch):
         raise ConnectionError("no route")
 
     monkeypatch.setattr("data.sources.HfApi.dataset_info", unreachable)
-    with pytest.raises(DraftwrightError, match=r"org/name \(split train_sft\) could not be read from the hub"):
+    wanted = r"org/name \(split train_sft\) could not be read .* `hf download org/name --repo-type dataset --local-dir "
+    with pytest.raises(DraftwrightError, match=wanted + r"FOLDER` .* pass dataset\.hub=FOLDER"):
         next(open_rows(Source("x", hub="org/name", split="train_sft"), ReadReport()))
 
 
-def test_unknown_key_is_named():
-    with pytest.raises(DraftwrightError, match=r"dataset\.pth is unknown"):
-        Source.from_config({"name": "jsonl", "pth": "x"})
+def test_a_folder_with_a_copy_of_the_hubs_data_set_needs_no_network(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.sources.HfApi.dataset_info", lambda *_args, **_kwargs: pytest.fail("asked the hub"))
+    (tmp_path / "copy" / "data").mkdir(parents=True)
+    write(tmp_path / "copy" / "data" / "train_sft-0.jsonl", '{"prompt": "a"}\n{"prompt": "b"}\n')
+    front = (
+        "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train_sft\n    path: data/train_sft-*\n---\n"
+    )
+    write(tmp_path / "copy" / "README.md", front)
+    rows = open_rows(Source("x", hub=str(tmp_path / "copy"), split="train_sft"), ReadReport())
+    assert list(rows) == [{"prompt": "a"}, {"prompt": "b"}]
 
 
 def test_installed_sharegpt_package():

@@ -91,7 +91,7 @@ def test_report_of_a_greedy_run(run_eval: Any, folders: Path, tmp_path: Path, ca
     shown = capsys.readouterr().out
     assert "report.json" in shown
     assert "report.html" in shown
-    assert sorted(file.name for file in path.parent.iterdir()) == ["eval.log", "report.html", "report.json"]
+    assert sorted(file.name for file in path.parent.iterdir()) == ["report.html", "report.json"]
 
 
 def test_sampling_several_benchmarks_and_limit(run_eval: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,8 +129,23 @@ def expect_error(run_eval: Any, capsys: pytest.CaptureFixture, *words: str, **ov
         ({"path": "missing.jsonl"}, ["missing.jsonl"]),
         ({"path": "empty.jsonl"}, ["empty.jsonl"]),
         ({"path": "long.jsonl"}, ["prompt 1 of benchmark 'file' has 62 tokens", "holds 48"]),
-        ({"max_new_tokens": 0}, ["max_new_tokens must be at least 1"]),
-        ({"temperature": -1}, ["temperature >= 0"]),
+        ({"benchmark": "[]"}, ["benchmark=[]", "a list with at least one entry"]),
+        ({"benchmark": "null"}, ["benchmark=null", "text or a list"]),
+        ({"limit": "abc"}, ["limit=abc", "null or a whole number of at least 1"]),
+        ({"limit": 0}, ["limit=0"]),
+        ({"max_new_tokens": 0}, ["max_new_tokens=0", "a whole number of at least 1"]),
+        ({"max_new_tokens": "abc"}, ["max_new_tokens=abc"]),
+        ({"temperature": -1}, ["temperature=-1", "a number of at least 0"]),
+        ({"temperature": "abc"}, ["temperature=abc"]),
+        ({"top_p": 0}, ["top_p <= 1"]),
+        ({"seed": -1}, ["seed=-1"]),
+        ({"tree.depth": 0}, ["needs depth >= 1"]),
+        ({"tree.depth": "abc"}, ["tree.depth=abc", "a whole number"]),
+        ({"target.device": "foo"}, ["target.device=foo can't be used here"]),
+        ({"target.dtype": "foo"}, ["target.dtype 'foo' is unknown"]),
+        ({"target.path": "???"}, ["'target.path' has no value: pass target.path="]),
+        ({"+foo": 1}, ["'+foo=1' adds a key that nothing reads"]),
+        ({"+target.foo": 1}, ["no config key 'target.foo'"]),
     ],
 )
 def test_mistakes_end_with_one_sentence(
@@ -139,6 +154,79 @@ def test_mistakes_end_with_one_sentence(
     Path("empty.jsonl").touch()
     Path("long.jsonl").write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps({"prompt": "a" * 60}) + "\n")
     expect_error(run_eval, capsys, *words, **overrides)
+
+
+def test_wrong_settings_are_refused_before_the_target_is_opened(
+    run_eval: Any, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eval.run.open_target", lambda source: pytest.fail("the target was opened"))
+    for overrides in ({"tree.depth": 0}, {"target.device": "foo"}, {"temperature": -1}, {"path": "missing.jsonl"}):
+        expect_error(run_eval, capsys, **overrides)
+
+
+def test_home_is_expanded(
+    run_eval: Any, folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(folders))
+    run_eval(
+        checkpoint="~/draft",
+        target__path="~/target",
+        path="~/prompts.jsonl",
+        output_dir="~/out",
+        limit=1,
+        max_new_tokens=2,
+    )
+    report = json.loads((folders / "out" / "report.json").read_text())
+    assert report["draft"] == f"{folders.parent.name}_{folders.name}"
+    assert not list(tmp_path.iterdir())
+
+
+def test_interrupt_is_one_line(run_eval: Any, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_arguments: Any, **_options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("eval.run.open_target", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        run_eval()
+    assert stop.value.code == 130
+    assert capsys.readouterr().err.splitlines() == [
+        "eval: interrupted; finished files are kept, and the next run uses them"
+    ]
+
+
+def test_report_is_written_before_the_gaps_are_measured(
+    run_eval: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parting = {"prompt": 0, "position": 3, "baseline_token": 1, "token": 2, "logit_gap": None, "near_tie": None}
+    monkeypatch.setattr("eval.run.partings", lambda pairs: [parting])
+
+    def full(target: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr("eval.run.at_least_fp32", full)
+    with pytest.raises(MemoryError):
+        run_eval(output_dir="here")
+    report = json.loads((tmp_path / "here/report.json").read_text())
+    assert report["benchmarks"]["file"]["differences"] == [parting]
+    assert "was not measured" in (tmp_path / "here/report.html").read_text()
+
+
+def test_fp32_copy_is_made_once_for_all_benchmarks(
+    run_eval: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from data.messages import Message
+
+    copies = []
+    parting = {"prompt": 0, "position": 3, "baseline_token": 1, "token": 2, "logit_gap": None, "near_tie": None}
+    measured = parting | {"logit_gap": 0.5, "near_tie": False}
+    monkeypatch.setattr("eval.run.load_prompts", lambda name, path, limit: [[Message("user", name)]])
+    monkeypatch.setattr("eval.run.partings", lambda pairs: [parting])
+    monkeypatch.setattr("eval.run.at_least_fp32", lambda target: copies.append(target) or "exact")
+    monkeypatch.setattr("eval.run.differences", lambda target, pairs: [measured] if target == "exact" else [])
+    run_eval(benchmark="[a,b]", path="null", output_dir="here")
+    report = json.loads((tmp_path / "here/report.json").read_text())
+    assert [report["benchmarks"][name]["differences"] for name in "ab"] == [[measured], [measured]]
+    assert len(copies) == 1
 
 
 def test_unreadable_prompts(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from eval.bench import Pair
 from eval.tau import baseline_s_per_forward, differences, first_divergence, speedup_interval, summarise
@@ -74,18 +77,16 @@ def test_first_divergence(left: list[int], right: list[int], expected: int | Non
     assert first_divergence(left, right) == expected
 
 
-def tiny_model(dtype: torch.dtype) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=64, max_position_embeddings=64, eos_token_id=None, bos_token_id=None, initializer_range=0.3,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).to(dtype)
+FIELDS: dict[str, Any] = {
+    "vocab_size": 64, "num_hidden_layers": 2, "eos_token_id": None, "bos_token_id": None, "initializer_range": 0.3
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_difference_names_its_place_and_its_logit_gap(dtype: torch.dtype) -> None:
-    model = tiny_model(dtype)
+def test_a_difference_names_its_place_and_its_logit_gap(
+    tiny_llama: Callable[..., LlamaForCausalLM], dtype: torch.dtype
+) -> None:
+    model = tiny_llama(**FIELDS).to(dtype)
     pairs = [
         make_pair([5, 6, 7], [5, 6, 7], [2], (1.0, 1.0)),
         make_pair([5, 6, 7], [5, 9, 7], [2], (1.0, 1.0)),
@@ -105,8 +106,8 @@ def test_a_difference_names_its_place_and_its_logit_gap(dtype: torch.dtype) -> N
     ]  # fmt: skip
 
 
-def test_equal_logits_are_a_near_tie() -> None:
-    model = tiny_model(torch.float64)
+def test_equal_logits_are_a_near_tie(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
+    model = tiny_llama(**FIELDS).double()
     with torch.no_grad():
         model.lm_head.weight[9] = model.lm_head.weight[6]
     (found,) = differences(HFTarget(model, "tiny"), [make_pair([5, 6], [5, 9], [0], (1.0, 1.0))])

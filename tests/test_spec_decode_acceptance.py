@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from spec_decode.acceptance import acceptance_by_position, expected_tau, histogram, tau
+from spec_decode.acceptance import acceptance_by_position, histogram, tau
 
 
 def test_tau_counts_the_bonus_and_sums_over_rounds() -> None:
@@ -30,13 +30,6 @@ def test_acceptance_ends_where_no_round_got_to() -> None:
 def test_histogram() -> None:
     assert histogram([0, 2, 2, 4]) == [1, 0, 2, 0, 1]
     assert histogram([]) == []
-
-
-def test_expected_tau_inverts_acceptance_when_all_rounds_offer_the_same_depth() -> None:
-    accepted, offered = [3, 1, 0, 2, 1, 3], [3] * 6
-    assert expected_tau(acceptance_by_position(accepted, offered)) == pytest.approx(tau(accepted))
-    assert expected_tau([]) == 1.0
-    assert expected_tau([0.5, 0.5]) == 1.75
 
 
 def test_lists_of_different_length_are_refused() -> None:

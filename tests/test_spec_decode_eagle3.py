@@ -7,7 +7,6 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from spec_decode.drafters import load_draft
 from spec_decode.drafters.eagle3 import Eagle3Config, Eagle3Draft
@@ -15,22 +14,13 @@ from spec_decode.errors import DraftwrightError
 from spec_decode.target_hf import HFTarget
 
 
-def make_target(**changes):
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 50,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    }
-    return HFTarget(LlamaForCausalLM(LlamaConfig(**sizes | changes)), "tiny")
+@pytest.fixture
+def make_target(tiny_llama):
+    return lambda **changes: HFTarget(tiny_llama(**changes), "tiny")
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(make_target, tmp_path):
     draft = Eagle3Draft(Eagle3Config.for_target(make_target().spec, draft_vocab_size=20))
     draft.set_vocabulary(torch.arange(0, 40, 2))
     draft.save_pretrained(tmp_path / "draft", readme="made by a test")
@@ -123,12 +113,12 @@ def test_missing_folder(tmp_path):
     ("changes", "message"),
     [({"hidden_size": 16, "head_dim": 8}, "hidden size 32"), ({"vocab_size": 51}, "vocabulary 50")],
 )
-def test_a_draft_of_another_target_is_refused(folder, changes, message):
+def test_a_draft_of_another_target_is_refused(make_target, folder, changes, message):
     with pytest.raises(DraftwrightError, match=message):
         load_draft(folder).bind(make_target(**changes))
 
 
-def test_the_head_starts_from_the_targets_rows():
+def test_the_head_starts_from_the_targets_rows(make_target):
     target = make_target()
     draft = Eagle3Draft(Eagle3Config.for_target(target.spec, draft_vocab_size=3))
     draft.set_vocabulary(torch.tensor([4, 9, 30]))
@@ -141,9 +131,23 @@ def test_the_embedding_is_the_targets_and_not_stored(folder):
 
 
 @pytest.mark.parametrize("layers", [(1, 1, 0), (2, 4, 8), (3, 2, 1), ()])
-def test_layers_that_cannot_be_tapped(layers):
+def test_layers_that_cannot_be_tapped(make_target, layers):
     spec = make_target().spec
     if not layers:
         spec = make_target(num_hidden_layers=4).spec
     with pytest.raises(DraftwrightError, match="ascending, distinct ids from 1 to"):
         Eagle3Config.for_target(spec, target_layers=layers)
+
+
+@pytest.mark.parametrize("fc_norm", [False, True])
+def test_features_in_the_targets_dtype_are_fused_with_and_without_autocast(make_target, fc_norm):
+    torch.manual_seed(0)
+    draft = Eagle3Draft(Eagle3Config.for_target(make_target().spec, fc_norm=fc_norm))
+    features = torch.randn(5, 96).bfloat16()
+    plain = draft.fuse(features)
+    assert plain.dtype == torch.float32
+    assert torch.equal(plain, draft.fuse(features.float()))
+    with torch.autocast("cpu", torch.bfloat16):
+        fused = draft.fuse(features)
+    assert fused.dtype == torch.bfloat16
+    torch.testing.assert_close(fused.float(), plain, rtol=0.02, atol=0.02)

@@ -67,11 +67,11 @@ def test_speed_norm_and_rate_are_logged(tmp_path: Path, monkeypatch: pytest.Monk
     module = _fit(tmp_path, LogProgress(), monkeypatch, steps=5)
     assert module.logged == [
         (1, "train/grad_norm", 3.0),  # before clipping to 0.5; step 2 has not been taken yet
+        (1, "train/lr", 0.5),
         (2, "train/tokens_per_s", 100.0),
-        (2, "train/lr", 0.5),
         (3, "train/grad_norm", 3.0),
+        (3, "train/lr", 0.5),
         (4, "train/tokens_per_s", 100.0),
-        (4, "train/lr", 0.5),
     ]
 
 

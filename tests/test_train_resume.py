@@ -17,6 +17,7 @@ from train.callbacks import KeepRandomState, StopOnSignal, TrainingStopped
 from train.optim import build_optimizer, warmup_cosine
 
 LENGTHS = [(13 * i) % 40 + 5 for i in range(23)]
+STEPS = 34  # optimiser steps of a whole run
 
 
 class Source:
@@ -54,24 +55,28 @@ class TinyModule(LightningModule):
 
 
 class SignalAt(Callback):
-    """Sends a signal to this process in the middle of training step `step`."""
+    """Sends a signal to this process when `hook` is called after `steps` optimiser steps."""
 
-    def __init__(self, step: int, signum: int) -> None:
-        self.step, self.signum = step, signum
+    def __init__(self, steps: int, signum: int, hook: str = "on_after_backward") -> None:
+        self.steps, self.signum, self.sent = steps, signum, False
+        setattr(self, hook, self._send)
 
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.global_step == self.step:
+    def _send(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self.steps and not self.sent:
+            self.sent = True
             os.kill(os.getpid(), self.signum)
 
 
-def _run(folder: Path, *extra: Callback, resume: bool = False, seed: int = 1, epochs: int = 3) -> TinyModule:
+def _run(
+    folder: Path, *extra: Callback, resume: bool = False, seed: int = 1, epochs: int = 3, validate_every: int = 4
+) -> TinyModule:
     seed_everything(seed, verbose=False)
     datamodule = DraftDataModule(Source(), Source(), tokens_per_batch=64, seed=seed, epochs=epochs)
     module = TinyModule()
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=1,
-        val_check_interval=4,
+        val_check_interval=validate_every,
         gradient_clip_val=0.5,
         num_sanity_val_steps=0,
         logger=False,
@@ -91,20 +96,45 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> TinyModule:
     return _run(tmp_path_factory.mktemp("whole"))
 
 
-# Step 3 ends just before a validation, 10 lies in the second epoch.
-@pytest.mark.parametrize(("step", "signum"), [(0, signal.SIGINT), (3, signal.SIGTERM), (10, signal.SIGTERM)])
-def test_continued_run_is_bit_equal(whole: TinyModule, tmp_path: Path, step: int, signum: int) -> None:
-    handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
-    with pytest.raises(TrainingStopped) as stopped:
-        _run(tmp_path, SignalAt(step, signum))
-    assert stopped.value.status == 128 + signum
-    assert stopped.value.step == step + 1
-    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
+HANDLED = (signal.SIGINT, signal.SIGTERM)
 
-    resumed = _run(tmp_path, resume=True)
-    assert resumed.seen == whole.seen[step + 1 :]
+
+def _check_stopped_and_continued(
+    whole: TinyModule, folder: Path, sender: SignalAt, done: int, validate_every: int = 4
+) -> None:
+    """The run stops after `done` steps, and continued it ends like `whole`."""
+    handlers = [signal.getsignal(signum) for signum in HANDLED]
+    with pytest.raises(TrainingStopped) as stopped:
+        _run(folder, sender, validate_every=validate_every)
+    assert (stopped.value.status, stopped.value.step) == (128 + sender.signum, done)
+    assert [signal.getsignal(signum) for signum in HANDLED] == handlers
+
+    resumed = _run(folder, resume=True, validate_every=validate_every)
+    assert resumed.seen == whole.seen[done:]
     for (name, ours), theirs in zip(resumed.state_dict().items(), whole.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs), name
+
+
+# Step 3 ends just before a validation, 10 lies in the second epoch.
+@pytest.mark.parametrize(("step", "signum"), [(0, signal.SIGINT), (3, signal.SIGTERM), (10, signal.SIGTERM)])
+def test_stopped_in_a_step(whole: TinyModule, tmp_path: Path, step: int, signum: int) -> None:
+    assert len(whole.seen) == STEPS
+    _check_stopped_and_continued(whole, tmp_path, SignalAt(step, signum), done=step + 1)
+
+
+OUTSIDE_STEPS = {
+    "tail of the step before a validation": (4, "on_train_batch_end", 4),
+    "middle validation": (8, "on_validation_batch_start", 4),
+    "tail of the last step": (STEPS, "on_train_batch_end", 4),
+    "end of the epoch": (STEPS, "on_train_epoch_end", 4),
+    "last validation": (STEPS, "on_validation_batch_start", STEPS // 2),
+}
+
+
+@pytest.mark.parametrize("case", OUTSIDE_STEPS)
+def test_stopped_between_steps(whole: TinyModule, tmp_path: Path, case: str) -> None:
+    done, hook, validate_every = OUTSIDE_STEPS[case]
+    _check_stopped_and_continued(whole, tmp_path, SignalAt(done, signal.SIGTERM, hook), done, validate_every)
 
 
 def test_checkpoint_of_another_plan_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgre
 from torch.optim import Optimizer
 
 from data.batch import Batch
+from train.module import is_logged
 
 
 class TrainingStopped(Exception):
@@ -26,9 +27,9 @@ class TrainingStopped(Exception):
 
 
 class StopOnSignal(Callback):
-    """On Ctrl-C or SIGTERM, finish the batch, save `checkpoint` and raise TrainingStopped.
+    """On Ctrl-C or SIGTERM, finish the batch or the validation, save `checkpoint` and raise TrainingStopped.
 
-    A second Ctrl-C ends at once. Waiting for the batch keeps weights, optimiser and data position consistent.
+    A second Ctrl-C ends at once. Waiting keeps weights, optimiser and data position consistent.
     """
 
     def __init__(self, checkpoint: Path) -> None:
@@ -44,21 +45,28 @@ class StopOnSignal(Callback):
         if self._received is not None and signum == signal.SIGINT:
             raise KeyboardInterrupt
         self._received = signum
-        print("\nStopping after this batch …", file=sys.stderr)
+        print("\nStopping after this batch or validation …", file=sys.stderr)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._stop_if_asked(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stop_if_asked(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._restore()  # first, so that no signal falls between the last look and the old handlers
+        self._stop_if_asked(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._restore()
+
+    def _stop_if_asked(self, trainer: Trainer) -> None:
         # Every process must decide alike, since saving is collective.
         if trainer.strategy.reduce_boolean_decision(self._received is not None, all=False):
             trainer.save_checkpoint(self.checkpoint)
             raise TrainingStopped(self._received or signal.SIGTERM, self.checkpoint, trainer.global_step)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._restore()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._restore()
 
     def _restore(self) -> None:
         while self._previous:
@@ -86,8 +94,8 @@ class KeepRandomState(Callback):
 
 
 class LogProgress(Callback):
-    """Logs tokens per second (data loading included, validation not), gradient norm before clipping, and learning
-    rate of the first parameter group, whenever the trainer logs."""
+    """Logs tokens per second (data loading included, validation not), gradient norm before clipping, and the learning
+    rate that the step uses (first parameter group), whenever the trainer logs."""
 
     def __init__(self) -> None:
         self._tokens, self._seconds, self._mark = 0, 0.0, 0.0
@@ -99,9 +107,10 @@ class LogProgress(Callback):
         self._mark = time.perf_counter()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if self._is_due(trainer, trainer.global_step + 1):
+        if is_logged(trainer, trainer.global_step):
             grads = [p.grad for p in pl_module.parameters() if p.grad is not None]
             pl_module.log("train/grad_norm", torch.nn.utils.get_total_norm(grads))
+            pl_module.log("train/lr", optimizer.param_groups[0]["lr"])  # before the schedule moves on
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
@@ -112,13 +121,9 @@ class LogProgress(Callback):
             self._seconds + now - self._mark,
             now,
         )
-        if self._is_due(trainer, trainer.global_step):
+        if is_logged(trainer, trainer.global_step - 1):  # the step was counted meanwhile
             pl_module.log("train/tokens_per_s", self._tokens / self._seconds, prog_bar=True)
-            pl_module.log("train/lr", trainer.optimizers[0].param_groups[0]["lr"])
             self._tokens, self._seconds = 0, 0.0
-
-    def _is_due(self, trainer: Trainer, step: int) -> bool:
-        return step % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
 
 
 def progress_bar(total_steps: int) -> ProgressBar:

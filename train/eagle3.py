@@ -35,10 +35,10 @@ class Eagle3Module(DraftModule):
 
         def embeds(of_rows: Tensor, ahead: int) -> Tensor:
             # A row whose token would lie beyond its document gets some other one: nothing reads that row.
-            return self.target.embed(batch.ids[(of_rows + ahead).clamp(max=count - 1)]).float()
+            return self.target.embed(batch.ids[(of_rows + ahead).clamp(max=count - 1)]).to(self.residual_dtype)
 
         everything = torch.arange(count, device=rows.device)
-        state = draft.fuse(batch.features).float()
+        state = draft.fuse(batch.features.to(self.residual_dtype)).to(self.residual_dtype)
         residual, x = layer.inputs(embeds(everything, 1), state)
         k0, v0 = layer.self_attn.key_value(x, positions)
         residual, x = residual[rows], x[rows]

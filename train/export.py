@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+from spec_decode.checkpoint import write_folder
 
 
 @dataclass(frozen=True)
 class Card:
-    """What the README of a draft reports. covered: share of supervised tokens that the draft vocabulary holds;
-    metrics: measured on held-out conversations."""
+    """What the README of a draft reports. choose_target: the words that choose the target on the command line;
+    source: where the data came from; covered: share of supervised tokens that the draft vocabulary holds;
+    metrics: measured on held-out conversations, empty while they aren't."""
 
     variant: str
     target: str
+    choose_target: str
     dataset: str
-    documents: int
+    source: str
+    conversations: int
     tokens: int
     supervised_tokens: int
     steps: int
@@ -25,7 +31,8 @@ class Card:
 
     def text(self) -> str:
         """The README in Markdown."""
-        rows = "\n".join(f"| {name} | {value:.4g} |" for name, value in sorted(self.metrics.items()))
+        rows = [f"| {name} | {value:.4g} |" for name, value in sorted(self.metrics.items())]
+        table = "\n".join(["| metric | value |", "|---|---|", *rows]) if rows else "Not measured."
         return f"""# {self.variant} draft for {self.target}
 
 A draft model for speculative decoding, trained with Draftwright. It proposes tokens for `{self.target}` and no other
@@ -33,7 +40,8 @@ target.
 
 ## Trained on
 
-- data: {self.dataset}, {self.documents:,} conversations, {self.tokens:,} tokens, {self.supervised_tokens:,} supervised
+- data: {self.dataset} ({self.source})
+- {self.conversations:,} conversations, {self.tokens:,} tokens, {self.supervised_tokens:,} of them supervised
 - optimiser steps: {self.steps:,}
 - the draft vocabulary holds {self.covered:.2%} of the supervised tokens
 - command: `{self.command}`
@@ -41,11 +49,16 @@ target.
 
 ## On held-out conversations
 
-| metric | value |
-|---|---|
-{rows}
+{table}
 
 ## Use
 
-    python -m eval checkpoint=FOLDER benchmark=mt_bench
+    python -m eval checkpoint=FOLDER {self.choose_target} benchmark=mt_bench
+
+FOLDER is the folder of this file.
 """
+
+
+def write_readme(folder: Path, card: Card) -> None:
+    """Replace the README of a draft folder, atomically."""
+    write_folder(folder, {"README.md": lambda path: path.write_text(card.text(), encoding="utf-8")})

@@ -8,19 +8,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from data.alignment import Alignment, align
 from data.batch import Batch
+from spec_decode.errors import DraftwrightError
 from spec_decode.target import Target
 from train.losses import Loss, chunked_head_loss
 from train.metrics import UnrollMetrics
 
 OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
 ScheduleFactory = Callable[..., LRScheduler]
+
+PRECISIONS = ("32-true", "bf16-mixed")
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,12 @@ class Unrolled:
     alignment: Alignment
     states: Tensor
     target_states: Tensor
+
+
+def is_logged(trainer: Trainer, step: int) -> bool:
+    """Whether the trainer writes a row for optimiser step `step`, counted from 0."""
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    return every > 0 and (step + 1) % every == 0
 
 
 class DraftModule(LightningModule):
@@ -72,12 +81,26 @@ class DraftModule(LightningModule):
         """The draft's unembedding, [V_draft, H]."""
         return self.draft.lm_head.weight  # type: ignore[union-attr,return-value]
 
+    @property
+    def residual_dtype(self) -> torch.dtype:
+        """The precision of the residual stream: that of the draft's weights, whatever autocast multiplies in."""
+        return self.head_weight().dtype
+
+    def setup(self, stage: str) -> None:
+        """Raises DraftwrightError for a precision in which training would silently fail."""
+        if self.trainer.precision not in PRECISIONS:
+            # The head's gradient is cast before a loss scale could act; weights of 16 bits lose small updates.
+            raise DraftwrightError(
+                f"trainer.precision={self.trainer.precision} loses small gradients in this training: choose "
+                f"{' or '.join(PRECISIONS)}"
+            )
+
     def training_step(self, batch: Batch, batch_index: int) -> Tensor:
         unrolled = self._unrolled(batch)
         loss, steps = self._loss(unrolled)
         self.log("train/loss", loss.detach(), prog_bar=True)
         self.log_dict({f"train/loss/{step}": value for step, value in enumerate(steps)})
-        if self.global_step % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+        if is_logged(self.trainer, self.global_step):
             self._measure(unrolled, self.train_metrics)
             metrics = self.train_metrics.compute()
             self.log_dict({f"train/{name}": value for name, value in metrics.items() if "loss" not in name})

@@ -4,37 +4,42 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shlex
 import warnings
-import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import wandb
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_class, instantiate
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue
+from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 from wandb.errors import Error as WandbError
 
+from conf import build_section, plain
+from conf.check import build
 from data.batch import Sequences
 from data.features import FeatureSource, OnlineFeatures, cached_features
 from data.module import DraftDataModule
 from data.prepare import Prepared, prepare
-from data.sources import Source
 from data.vocabulary import DraftVocabulary, build_draft_vocabulary, structure_tokens
-from spec_decode.drafter import Drafter
-from spec_decode.errors import DraftwrightError
-from spec_decode.target_hf import HFTarget, open_target, tokenizer_fingerprint
+from spec_decode.drafter import VocabularyDrafter
+from spec_decode.errors import DraftwrightError, first_line
+from spec_decode.target_hf import HFTarget, TargetSource, open_target, tokenizer_fingerprint
+from spec_decode.tree import TreePlan
 from train.callbacks import KeepRandomState, LogProgress, StopOnSignal, progress_bar
 from train.draft import build_draft
-from train.export import Card
+from train.export import Card, write_readme
 from train.provenance import command_line, provenance, write_record
-
-LAST = "last.ckpt"
+from train.rehearsal import check_draft, check_fit, check_module, place, try_optimizer, try_trainer
+from train.resume import LAST, RememberSettings, find_checkpoint, identity, refuse_changes, saved_settings
+from train.settings import TrainSettings
 
 
 def train(cfg: DictConfig) -> dict[str, Any]:
@@ -42,32 +47,54 @@ def train(cfg: DictConfig) -> dict[str, Any]:
 
     Raises DraftwrightError for a user's mistake and TrainingStopped when a signal ended training early.
     """
+    config = plain(cfg)
+    settings = build(TrainSettings, config)
     try:
-        return _train(cfg)
+        return _train(settings, config)
     finally:
         wandb.finish()  # each job of a sweep is a W&B run of its own
 
 
-def _train(cfg: DictConfig) -> dict[str, Any]:
-    folder, checkpoint = Path(cfg.output_dir), find_checkpoint(cfg)
-    record = provenance(_plain(cfg))
-    write_record(folder, "run.json", record)
+def _train(settings: TrainSettings, config: dict[str, Any]) -> dict[str, Any]:
     _quiet_lightning()
-    logger = _logger(cfg, record)  # before the long work, so that a missing key shows at once
-    seed_everything(cfg.seed, verbose=False)
-    target, tokenizer = open_target(_target_source(cfg))
-    prepared, vocabulary = _prepare(cfg, target, tokenizer)
-    draft = _draft(cfg, target, vocabulary, tokenizer)
-    datamodule = _datamodule(cfg, target, prepared, draft.taps)
-    module = instantiate(cfg.module, _convert_="all")(draft=draft, target=target)
-    trainer = _trainer(cfg, folder, datamodule, logger)
-    metrics = _fit(trainer, module, datamodule, checkpoint)
-    card = _card(cfg, target, prepared.train, vocabulary, trainer.global_step, record, metrics)
+    folder, checkpoint = settings.output_dir, find_checkpoint(settings.ckpt_path, settings.output_dir)
+    then = saved_settings(checkpoint) if checkpoint else {}
+    tree = build_section(settings.tree, "tree")
+    kind, options = _draft_kind(settings)
+    check_draft(kind, options)
+    module_factory = _module_factory(settings)
+    source = place(settings.target, try_trainer(instantiate(settings.trainer, _convert_="all")))
+    record = provenance(config)
+    write_record(folder, "run.json", record)
+    logger = _logger(settings, record)  # before the long work, so that a missing key shows at once
+
+    target, tokenizer = open_target(source)
+    check_fit(settings, kind, options, target.spec)
+    now = identity(settings, target)
+    if checkpoint:
+        refuse_changes(checkpoint, then, now)
+    prepared, vocabulary = _prepare(settings, target, tokenizer)
+    record["data"] = _data_record(settings, prepared, vocabulary)
+    write_record(folder, "run.json", record)
+    if logger:
+        logger.log_hyperparams({"data": record["data"]})
+
+    # What ran before may have drawn random numbers, on a first run other ones than later.
+    seed_everything(settings.seed, verbose=False)
+    draft = build_draft(kind, target, vocabulary.ids, tokenizer_fingerprint(tokenizer), **options)
+    datamodule = _datamodule(settings, target, prepared, draft.taps)
+    module = module_factory(draft=draft, target=target)
+    trainer = _trainer(settings, datamodule, logger, RememberSettings(now))
+    with _plain_interrupt():
+        trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
+        trainer.save_checkpoint(folder / LAST)
+    card = _card(settings, target, record, trainer.global_step)
     draft.save_pretrained(folder / "draft", readme=card.text())
     print(f"draft written to {folder / 'draft'}")
+    metrics = _heldout_metrics(trainer, module, datamodule)
+    write_readme(folder / "draft", dataclasses.replace(card, metrics=metrics))
     write_record(folder, "run.json", {**record, "metrics": metrics})
-    decode = cfg.eval.enabled and cfg.eval.limit > 0 and prepared.heldout_prompts
-    report = _evaluate(cfg, target, tokenizer, draft, prepared, folder) if decode else None
+    report = _evaluate(settings, source, target, tokenizer, draft, prepared, tree)
     return {"metrics": metrics, "eval": report, "draft": str(folder / "draft")}
 
 
@@ -78,192 +105,199 @@ def _quiet_lightning() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
-def find_checkpoint(cfg: DictConfig) -> Path | None:
-    """The checkpoint that ckpt_path names; `last` is the newest last.ckpt in output_dir and the folders beside it."""
-    if cfg.ckpt_path is None:
-        return None
-    folder = Path(cfg.output_dir)
-    path = Path(cfg.ckpt_path).expanduser()
-    if cfg.ckpt_path == "last":
-        found = [*folder.glob(LAST), *folder.parent.glob(f"*/{LAST}")]
-        if not found:
-            raise DraftwrightError(f"ckpt_path=last finds no {LAST} in {folder.parent}/*: pass ckpt_path=FILE")
-        path = max(found, key=lambda file: file.stat().st_mtime)
-    if not zipfile.is_zipfile(path):
-        raise DraftwrightError(f"the checkpoint {path} is missing or damaged: pass the path of a complete {LAST}")
-    return path
+def _draft_kind(settings: TrainSettings) -> tuple[Any, dict[str, Any]]:
+    """The draft's class and the options of its config."""
+    options = dict(settings.draft)
+    return get_class(options.pop("kind")), options
 
 
-def _target_source(cfg: DictConfig) -> dict[str, Any]:
-    """The target's section, with device=auto resolved to where the trainer runs."""
-    gpu = cfg.trainer.accelerator in ("gpu", "cuda")
-    if gpu and not torch.cuda.is_available():
-        raise DraftwrightError("trainer.accelerator=gpu but torch finds no CUDA device: use trainer=cpu")
-    source = _plain(cfg.target)
-    if source["device"] == "auto":
-        source["device"] = "cuda" if gpu else "cpu"
-    return source
+def _module_factory(settings: TrainSettings) -> Any:
+    """The module that lacks draft and target."""
+    options = {key: value for key, value in settings.module.items() if not key.startswith("_")}
+    check_module(get_class(settings.module["_target_"]), options)
+    factory = instantiate(settings.module, _convert_="all")
+    try_optimizer(factory)
+    return factory
 
 
-def _prepare(cfg: DictConfig, target: HFTarget, tokenizer: PreTrainedTokenizerBase) -> tuple[Prepared, DraftVocabulary]:
+def _prepare(
+    settings: TrainSettings, target: HFTarget, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Prepared, DraftVocabulary]:
     """Training and held-out sequences, and the draft vocabulary.
 
     Counting tokens costs little beside training on them, so the vocabulary is counted on more conversations.
     """
-    budget = cfg.train_tokens and max(cfg.train_tokens, cfg.vocabulary_tokens)
-    source = Source.from_config(_plain(cfg.dataset))
     prepared = prepare(
-        tokenizer, source, max_length=cfg.max_length, train_tokens=budget, heldout_tokens=cfg.heldout_tokens
+        tokenizer,
+        settings.dataset,
+        max_length=settings.max_length,
+        train_tokens=settings.train_tokens and max(settings.train_tokens, settings.vocabulary_tokens),
+        heldout_tokens=settings.heldout_tokens,
     )
     print("\n".join(prepared.report.lines()))
     forced = structure_tokens(tokenizer, target.spec.eos_token_ids)
-    vocabulary = build_draft_vocabulary(prepared.train, cfg.draft_vocab_size, target.spec.vocab_size, forced)
-    if cfg.train_tokens:
-        prepared = dataclasses.replace(prepared, train=prepared.train.prefix(cfg.train_tokens))
-    print(
-        f"training on {len(prepared.train):,} conversations, {prepared.train.ids.numel():,} tokens; the draft "
-        f"vocabulary of {vocabulary.ids.numel():,} covers {vocabulary.coverage(prepared.train):.2%} of the supervised "
-        f"tokens there and {vocabulary.coverage(prepared.heldout):.2%} of the held-out ones"
-    )
+    vocabulary = build_draft_vocabulary(prepared.train, settings.draft_vocab_size, target.spec.vocab_size, forced)
+    if settings.train_tokens:
+        prepared = dataclasses.replace(prepared, train=prepared.train.prefix(settings.train_tokens))
     return prepared, vocabulary
 
 
-def _draft(cfg: DictConfig, target: HFTarget, vocabulary: DraftVocabulary, tokenizer: PreTrainedTokenizerBase) -> Any:
-    options = _plain(cfg.draft)
-    kind = get_class(options.pop("kind"))
-    return build_draft(kind, target, vocabulary.ids, tokenizer_fingerprint(tokenizer), **options)
+def _data_record(settings: TrainSettings, prepared: Prepared, vocabulary: DraftVocabulary) -> dict[str, Any]:
+    """What was trained on, as JSON; prints the sizes. covered: share of supervised tokens in the draft vocabulary."""
+    sides = {
+        name: {
+            "conversations": len(side),
+            "tokens": side.ids.numel(),
+            "supervised_tokens": int(side.loss_mask.sum()),
+            "covered": vocabulary.coverage(side),
+        }
+        for name, side in (("train", prepared.train), ("heldout", prepared.heldout))
+    }
+    train, heldout = sides["train"], sides["heldout"]
+    print(
+        f"training on {train['conversations']:,} conversations, {train['tokens']:,} tokens; the draft vocabulary of "
+        f"{len(vocabulary):,} covers {train['covered']:.2%} of the supervised tokens there and "
+        f"{heldout['covered']:.2%} of the held-out ones"
+    )
+    return {"source": settings.dataset.place(), **sides, "dropped_rows": dict(prepared.report.dropped)}
 
 
-def _datamodule(cfg: DictConfig, target: HFTarget, prepared: Prepared, taps: tuple[int, ...]) -> DraftDataModule:
+def _datamodule(
+    settings: TrainSettings, target: HFTarget, prepared: Prepared, taps: tuple[int, ...]
+) -> DraftDataModule:
     def features(name: str, sequences: Sequences) -> FeatureSource:
-        if cfg.features == "online":
+        if settings.features == "online":
             return OnlineFeatures(target, sequences, taps)
-        return cached_features(target, sequences, taps, cfg.cache_dir, name)
+        return cached_features(target, sequences, taps, settings.cache_dir, name)
 
-    if cfg.features not in ("cache", "online"):
-        raise DraftwrightError(f"features='{cfg.features}' is unknown; choose cache or online")
     return DraftDataModule(
         features("train", prepared.train),
         features("heldout", prepared.heldout),
-        tokens_per_batch=cfg.tokens_per_batch,
-        seed=cfg.seed,
-        epochs=cfg.epochs,
-        max_steps=cfg.max_steps,
+        tokens_per_batch=settings.tokens_per_batch,
+        seed=settings.seed,
+        epochs=settings.epochs,
+        max_steps=settings.max_steps,
     )
 
 
-def _logger(cfg: DictConfig, record: dict[str, Any]) -> Any:
+def _logger(settings: TrainSettings, record: dict[str, Any]) -> Any:
     """The configured logger with the run's record in it, or False for none."""
-    if not cfg.logger._target_:
+    if not settings.logger.get("_target_"):
         return False
-    logger = instantiate(cfg.logger, _convert_="all")
+    logger = instantiate(settings.logger, _convert_="all")
     try:
         logger.log_hyperparams(record)
     except WandbError as error:
         raise DraftwrightError(
             f"W&B can't start the run ({' '.join(str(error).split())}): run `wandb login`, or use logger=wandb_offline"
         ) from error
+    except TypeError as error:  # W&B gets unknown keys when the run starts
+        raise DraftwrightError(f"a key of logger.* is unknown ({first_line(error)}): remove it") from error
     return logger
 
 
-def _trainer(cfg: DictConfig, folder: Path, datamodule: DraftDataModule, logger: Any) -> Trainer:
+def _trainer(settings: TrainSettings, datamodule: DraftDataModule, logger: Any, remember: RememberSettings) -> Trainer:
     """All epochs are one pass over the plan (data/module.py), so Lightning sees a single epoch."""
     callbacks: list[Callback] = [
         progress_bar(datamodule.total_steps),
         LogProgress(),
         KeepRandomState(),
-        StopOnSignal(folder / LAST),
+        remember,
+        StopOnSignal(settings.output_dir / LAST),
         ModelCheckpoint(
-            dirpath=folder,
+            dirpath=settings.output_dir,
             filename=LAST.removesuffix(".ckpt"),
-            train_time_interval=timedelta(minutes=cfg.checkpoint_minutes),
+            train_time_interval=timedelta(minutes=settings.checkpoint_minutes),
             enable_version_counter=False,
         ),
     ]
     return instantiate(
-        cfg.trainer,
+        settings.trainer,
         _convert_="all",
         max_epochs=1,
-        val_check_interval=min(cfg.trainer.val_check_interval, datamodule.total_steps),
+        val_check_interval=min(settings.trainer["val_check_interval"], datamodule.total_steps),
         limit_val_batches=len(datamodule.val_dataloader()),
-        default_root_dir=str(folder),
+        default_root_dir=str(settings.output_dir),
     )(callbacks=callbacks, logger=logger)
 
 
-def _fit(
-    trainer: Trainer, module: LightningModule, datamodule: DraftDataModule, checkpoint: Path | None
-) -> dict[str, float]:
-    """Train, validate once more at the end, return the held-out metrics."""
+@contextmanager
+def _plain_interrupt() -> Iterator[None]:
+    """Lightning turns a second Ctrl-C into a silent exit with status 1; the launcher handles it better."""
     try:
-        trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
-    except RuntimeError as error:
-        if checkpoint is None or "loading state_dict" not in str(error):
-            raise
-        raise DraftwrightError(
-            f"the checkpoint {checkpoint} belongs to another draft or configuration: repeat the command that started "
-            "that run and add ckpt_path"
-        ) from error
+        yield
+    except SystemExit as error:
+        raise KeyboardInterrupt from error
+
+
+def _heldout_metrics(trainer: Trainer, module: LightningModule, datamodule: DraftDataModule) -> dict[str, float]:
+    """The metrics of the finished draft: those of the last step where it was a validation step, else measured now."""
     if not len(datamodule.val_dataloader()):
         return {}
-    metrics = trainer.validate(module, datamodule=datamodule, verbose=False)[0]
-    return {name: float(value) for name, value in metrics.items()}
+    found: Mapping[str, Any] = trainer.callback_metrics
+    if "val/loss" not in found or trainer.global_step % int(trainer.val_check_batch or 1):
+        with _plain_interrupt():
+            found = trainer.validate(module, datamodule=datamodule, verbose=False)[0]
+    return {name: float(value) for name, value in found.items() if name.startswith("val/")}
 
 
-def _card(
-    cfg: DictConfig,
-    target: HFTarget,
-    sequences: Sequences,
-    vocabulary: DraftVocabulary,
-    steps: int,
-    record: dict[str, Any],
-    metrics: dict[str, float],
-) -> Card:
+def _card(settings: TrainSettings, target: HFTarget, record: dict[str, Any], steps: int) -> Card:
+    data = record["data"]
     return Card(
-        variant=cfg.variant.name,
+        variant=settings.variant.name,
         target=target.spec.name,
-        dataset=cfg.dataset.name,
-        documents=len(sequences),
-        tokens=sequences.ids.numel(),
-        supervised_tokens=int(sequences.loss_mask.sum()),
+        choose_target=_choose_target(settings.target.path),
+        dataset=settings.dataset.name,
+        source=data["source"],
+        conversations=data["train"]["conversations"],
+        tokens=data["train"]["tokens"],
+        supervised_tokens=data["train"]["supervised_tokens"],
         steps=steps,
-        covered=vocabulary.coverage(sequences),
+        covered=data["train"]["covered"],
         command=command_line(),
         git_commit=record["git_commit"],
-        metrics=metrics,
+        metrics={},
     )
 
 
+def _choose_target(path: str | None) -> str:
+    """The words that choose this target on the command line, in any folder."""
+    if path is None:
+        return f"target={HydraConfig.get().runtime.choices['target']}"
+    return f"target=hf target.path={shlex.quote(str(Path(path).resolve()) if Path(path).exists() else path)}"
+
+
 def _evaluate(
-    cfg: DictConfig,
+    settings: TrainSettings,
+    source: TargetSource,
     target: HFTarget,
     tokenizer: PreTrainedTokenizerBase,
-    draft: Drafter,
+    draft: VocabularyDrafter,
     prepared: Prepared,
-    folder: Path,
-) -> dict[str, Any]:
+    tree: TreePlan,
+) -> dict[str, Any] | None:
     """Decode held-out prompts with and without the draft. The one place where training starts evaluation."""
     from eval.run import evaluate, fit_draft
     from spec_decode.sampling import Sampling
 
-    if cfg.eval.dtype != cfg.target.dtype:
-        target, tokenizer = open_target({**_target_source(cfg), "dtype": cfg.eval.dtype})
+    if not settings.eval.enabled or not settings.eval.limit:
+        return None
+    folder = settings.output_dir
+    if not prepared.heldout_prompts:
+        print(f"nothing is held out, so the draft is not decoded: use python -m eval checkpoint={folder / 'draft'}")
+        return None
+    if getattr(torch, settings.eval.dtype) != target.dtype:
+        target, tokenizer = open_target(dataclasses.replace(source, dtype=settings.eval.dtype))
     fit_draft(draft, target, tokenizer, str(folder / "draft"))
     return evaluate(
         target,
         tokenizer,
         draft,
-        {"held_out": prepared.heldout_prompts[: cfg.eval.limit]},
-        tree=instantiate(cfg.tree, _convert_="all"),
-        max_new_tokens=cfg.eval.max_new_tokens,
-        sampling=Sampling(temperature=cfg.eval.temperature),
-        seed=cfg.seed,
+        {"held_out": prepared.heldout_prompts[: settings.eval.limit]},
+        tree=tree,
+        max_new_tokens=settings.eval.max_new_tokens,
+        sampling=Sampling(temperature=settings.eval.temperature),
+        seed=settings.seed,
         output_dir=folder / "eval",
-        draft_name=cfg.variant.name,
+        draft_name=settings.variant.name,
     )
-
-
-def _plain(cfg: DictConfig) -> dict[str, Any]:
-    try:
-        return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
-    except MissingMandatoryValue as error:
-        raise DraftwrightError(f"the config key '{error.full_key}' has no value: pass {error.full_key}=…") from error

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from spec_decode.checkpoint import parse_config, read_tensors, write_folder
-from spec_decode.drafter import Drafter
+from spec_decode.drafter import VocabularyDrafter
 from spec_decode.errors import DraftwrightError
 from spec_decode.growth import grow
 from spec_decode.layers import GatedMLP, Rope, attend
@@ -150,15 +150,13 @@ class Eagle3State:
     tokens: Tensor
 
 
-class Eagle3Draft(Drafter):
+class Eagle3Draft(VocabularyDrafter):
     """See the module's docstring. Parameters carry the names that serving engines read."""
 
-    d2t: Tensor
-    t2d: Tensor
+    config: Eagle3Config
 
     def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.taps = config.target_layers
         size, fused = config.hidden_size, len(config.target_layers) * config.hidden_size
         if config.fc_norm:
@@ -167,24 +165,7 @@ class Eagle3Draft(Drafter):
         self.midlayer = Eagle3Layer(config)
         self.norm = nn.RMSNorm(size, config.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
-        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
-        self.set_vocabulary(torch.arange(config.draft_vocab_size))
         self._embed: Callable[[Tensor], Tensor] | None = None
-
-    # --- vocabulary and target -------------------------------------------------------------------------------------
-
-    def set_vocabulary(self, ids: Tensor) -> None:
-        """Choose the target ids [V_draft] (ascending, distinct) that the draft can propose."""
-        if ids.numel() != self.config.draft_vocab_size or bool((ids[1:] <= ids[:-1]).any()):
-            raise ValueError(f"draft vocabulary must be {self.config.draft_vocab_size} ascending ids, got {ids.shape}")
-        self.d2t.copy_(ids - torch.arange(ids.numel(), device=ids.device))
-        self.t2d.zero_()
-        self.t2d[ids] = True
-
-    def vocabulary(self) -> Tensor:
-        """Target id of every draft id, int64 [V_draft]."""
-        return self.d2t + torch.arange(self.d2t.numel(), device=self.d2t.device)
 
     def bind(self, target: Target) -> None:
         spec, config = target.spec, self.config
@@ -200,15 +181,11 @@ class Eagle3Draft(Drafter):
         check_taps(self.taps, spec.num_layers)
         self._embed = target.embed
 
-    def init_head(self, head_weight: Tensor) -> None:
-        """Start `lm_head` from the target's rows [V, H] of the draft vocabulary."""
-        with torch.no_grad():
-            self.lm_head.weight.copy_(head_weight[self.vocabulary().to(head_weight.device)])
-
     # --- computing -------------------------------------------------------------------------------------------------
 
     def fuse(self, features: Tensor) -> Tensor:
-        """features [..., 3H] -> g [..., H]."""
+        """features [..., 3H] in the target's dtype -> g [..., H]."""
+        features = features.to(self.fc.weight.dtype)
         if self.config.fc_norm:
             chunks = features.chunk(len(self.taps), dim=-1)
             features = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
@@ -225,7 +202,7 @@ class Eagle3Draft(Drafter):
         assert output.features is not None
         weight = self.fc.weight
         empty = weight.new_empty(self.config.num_kv_heads, 0, self.config.head_dim)
-        return Eagle3State(empty, empty, output.features[0].to(weight.dtype), ids[1:])
+        return Eagle3State(empty, empty, output.features[0], ids[1:])
 
     def propose(self, state: Eagle3State, root: int, plan: TreePlan, generator: torch.Generator | None = None) -> Tree:
         last, logp = self._advance(state, root)
@@ -235,7 +212,7 @@ class Eagle3Draft(Drafter):
 
     def commit(self, state: Eagle3State, tree: Tree, path: Tensor, output: TargetOutput) -> Eagle3State:
         assert output.features is not None
-        state.features = output.features[0, path].to(self.fc.weight.dtype)
+        state.features = output.features[0, path]
         state.tokens = tree.tokens[path[1:]].to(state.keys.device)
         return state
 

@@ -1,0 +1,86 @@
+"""Continuing a run: find its checkpoint, and refuse one that was written with other settings."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from spec_decode.errors import DraftwrightError
+from spec_decode.target import Target
+from train.settings import TrainSettings
+
+LAST = "last.ckpt"
+_KEY = "draftwright"
+
+
+class RememberSettings(Callback):
+    """Writes what a run was started with (`identity`) into its checkpoints."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.settings = dict(settings)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint[_KEY] = self.settings
+
+
+def find_checkpoint(ckpt_path: Path | None, folder: Path) -> Path | None:
+    """The checkpoint that ckpt_path names; `last` is the newest last.ckpt in `folder` and the folders beside it."""
+    if ckpt_path is None:
+        return None
+    if str(ckpt_path) == "last":
+        found = [*folder.glob(LAST), *folder.parent.glob(f"*/{LAST}")]
+        if not found:
+            raise DraftwrightError(f"ckpt_path=last finds no {LAST} in {folder.parent}/*: pass ckpt_path=FILE")
+        ckpt_path = max(found, key=lambda file: file.stat().st_mtime)
+    if not zipfile.is_zipfile(ckpt_path):
+        raise DraftwrightError(f"the checkpoint {ckpt_path} is missing or damaged: pass the path of a complete {LAST}")
+    return ckpt_path
+
+
+def saved_settings(checkpoint: Path) -> dict[str, Any]:
+    """The settings in a checkpoint; raises DraftwrightError for a file that no training run wrote."""
+    try:
+        return torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)[_KEY]
+    except (RuntimeError, UnpicklingError, KeyError, TypeError, ValueError, EOFError) as error:
+        raise DraftwrightError(
+            f"{checkpoint} is no checkpoint of a training run: pass the path of a {LAST} that training wrote"
+        ) from error
+
+
+def identity(settings: TrainSettings, target: Target) -> dict[str, Any]:
+    """What must stay the same for a continued run to end as an uninterrupted one, as flat keys and plain values.
+
+    The data and the length of the run are checked by data/module.py.
+    """
+    return {
+        "target.dtype": settings.target.dtype,
+        "target (its weights)": target.identity()[:16],
+        **_flat("draft", settings.draft),
+        "draft_vocab_size": settings.draft_vocab_size,
+        "vocabulary_tokens": settings.vocabulary_tokens,
+        **_flat("module", settings.module),
+        "trainer.precision": settings.trainer.get("precision"),
+        "trainer.gradient_clip_val": settings.trainer.get("gradient_clip_val"),
+    }
+
+
+def refuse_changes(checkpoint: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise DraftwrightError that names the first key in which a run differs from the one that it continues."""
+    for key in [*now, *(then.keys() - now.keys())]:
+        if then.get(key) != now.get(key):
+            raise DraftwrightError(
+                f"the checkpoint {checkpoint} was written with another {key} ({then.get(key)}, now {now.get(key)}): "
+                "repeat the command that started that run and add ckpt_path"
+            )
+
+
+def _flat(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {name: value}
+    return {key: leaf for part, inner in value.items() for key, leaf in _flat(f"{name}.{part}", inner).items()}
