@@ -173,5 +173,5 @@ def test_mistake_inside_an_instantiated_class_is_told() -> None:
 
 def test_trainer_decides_what_suits_its_device() -> None:
     cpu, gpu = (_compose("train", "+variant=eagle3", f"trainer={name}") for name in ("cpu", "gpu"))
-    assert (cpu.target.dtype, cpu.eval.dtype, cpu.module.steps) == ("bfloat16", "float32", 4)
+    assert (cpu.target.dtype, cpu.eval.dtype, cpu.module.steps) == ("bfloat16", "float32", 3)
     assert (gpu.target.dtype, gpu.eval.dtype, gpu.module.steps) == ("bfloat16", "bfloat16", 7)
