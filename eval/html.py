@@ -8,7 +8,7 @@ from typing import Any
 
 from eval.examples import Example
 from eval.plots import acceptance_plot, histogram_plot, time_plot
-from eval.report import describe_difference, describe_identity, interval, row, tau
+from eval.report import describe_differences, describe_identity, interval, row, tau
 
 TAU = (
     "τ (the acceptance length) is the number of tokens that one forward pass of the target yields on average: the "
@@ -72,7 +72,7 @@ def page(report: dict[str, Any], examples: Sequence[Example], baseline_s: dict[s
             f"<p>{escape(TAU)}</p>",
             "<h2>Numbers</h2>",
             _numbers(report["benchmarks"]),
-            _differences(report["benchmarks"]),
+            _differences(report["benchmarks"], report["environment"]["dtype"]),
             "<h2>Where the speed comes from</h2>",
             _plots(report["benchmarks"], baseline_s),
             _examples(examples),
@@ -138,8 +138,8 @@ def _numbers(benchmarks: dict[str, dict[str, Any]]) -> str:
     return f'<div class="scroll"><table>{"".join(rows)}</table></div>'
 
 
-def _differences(benchmarks: dict[str, dict[str, Any]]) -> str:
-    sentences = [f"{name}: {describe_difference(d)}" for name, n in benchmarks.items() for d in n["differences"]]
+def _differences(benchmarks: dict[str, dict[str, Any]], dtype: str) -> str:
+    sentences = [s for name, numbers in benchmarks.items() for s in describe_differences(name, numbers, dtype)]
     if not sentences:
         return ""
     items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)

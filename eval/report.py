@@ -42,8 +42,11 @@ def describe_tree(tree: TreePlan) -> dict[str, Any]:
     return {"kind": type(tree).__name__.removesuffix("Tree").lower(), **asdict(tree)}
 
 
+LISTED = 5  # differences shown one by one
+
+
 def show(report: dict[str, Any], console: Console | None = None) -> None:
-    """Print one row per benchmark, and every difference from the baseline below."""
+    """Print one row per benchmark, and the first differences from the baseline below."""
     console = console or Console()
     title = f"{report['draft']} drafting for {report['target']}"
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
@@ -53,8 +56,8 @@ def show(report: dict[str, Any], console: Console | None = None) -> None:
         table.add_row(name, *row(numbers))
     console.print(table)
     for name, numbers in report["benchmarks"].items():
-        for difference in numbers["differences"]:
-            console.print(f"{name}: {describe_difference(difference)}", highlight=False)
+        for sentence in describe_differences(name, numbers, report["environment"]["dtype"]):
+            console.print(sentence, highlight=False)
 
 
 def row(numbers: dict[str, Any]) -> list[str]:
@@ -87,6 +90,21 @@ def describe_identity(numbers: dict[str, Any]) -> str:
     if numbers["identical"]:
         return "yes"
     return f"{numbers['prompts'] - len(numbers['differences'])} of {numbers['prompts']}"
+
+
+def describe_differences(name: str, numbers: dict[str, Any], dtype: str) -> list[str]:
+    """Sentences on the outputs that leave the baseline's: the first few places, and what low precision has to do
+    with it."""
+    found = numbers["differences"]
+    sentences = [f"{name}: {describe_difference(difference)}" for difference in found[:LISTED]]
+    if len(found) > LISTED:
+        sentences.append(f"{name}: {len(found) - LISTED} more are listed in report.json")
+    if found and dtype in ("bfloat16", "float16"):
+        sentences.append(
+            f"{name}: in {dtype} a pass over many tokens rounds otherwise than a pass over one; "
+            "target.dtype=float32 compares exactly"
+        )
+    return sentences
 
 
 def describe_difference(difference: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from data.messages import Message
 from eval.bench import Pair
 from eval.examples import Example, drafted_tokens, make_example, pieces
 from eval.html import page
-from eval.report import describe_difference, describe_tree, environment, show
+from eval.report import describe_difference, describe_differences, describe_tree, environment, show
 from spec_decode.decode import DecodeResult
 from spec_decode.tree import DynamicTree, StaticTree
 
@@ -62,6 +62,19 @@ def test_table_fits_80_columns_and_lists_differences() -> None:
     assert any(re.fullmatch(r" mt_bench +16 +1\.83 +1\.21× +1\.15–1\.26 +22\.3 +18\.4 +yes *", line) for line in lines)
     assert any(re.fullmatch(r" gsm8k .* 15 of 16 *", line) for line in lines)
     assert "gsm8k: prompt 3 differs from token 41 on" in shown.getvalue()
+
+
+def test_many_differences_are_shortened_and_low_precision_explained() -> None:
+    many = numbers() | {"differences": [NEAR_TIE] * 7, "identical": False}
+    told = describe_differences("gsm8k", many, "bfloat16")
+    assert len(told) == 7
+    assert told[5:] == [
+        "gsm8k: 2 more are listed in report.json",
+        "gsm8k: in bfloat16 a pass over many tokens rounds otherwise than a pass over one; target.dtype=float32 "
+        "compares exactly",
+    ]
+    assert len(describe_differences("gsm8k", many, "float32")) == 6
+    assert describe_differences("gsm8k", numbers(), "bfloat16") == []
 
 
 def test_a_difference_is_one_sentence() -> None:
