@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 QUERY_ROWS = 256  # query rows per block; a block sees only the keys up to its last row
-RECOMPUTE_SCORES = 1 << 21  # blocks with more scores than this are recomputed in the backward pass
+RECOMPUTE_SCORES = 1 << 20  # blocks with more scores than this are recomputed in the backward pass
 
 
 @dataclass(frozen=True)

