@@ -313,7 +313,7 @@ def test_what_the_target_cannot_do_is_refused_before_the_data(
     ("word", "key"),
     [
         ("module.steps=3", "module.steps (2, now 3)"),
-        ("module.optimizer.lr=0.5", "module.optimizer.lr (0.01, now 0.5)"),
+        ("module.optimizer.lr=0.5", "module.optimizer.lr (0.015, now 0.5)"),
         ("draft.fc_norm=true", "draft.fc_norm (False, now True)"),
         ("draft_vocab_size=41", "draft_vocab_size (40, now 41)"),
         ("trainer.precision=32-true", "trainer.precision (bf16-mixed, now 32-true)"),
