@@ -34,10 +34,10 @@ from spec_decode.errors import DraftwrightError, first_line
 from spec_decode.target_hf import HFTarget, TargetSource, open_target, tokenizer_fingerprint
 from spec_decode.tree import TreePlan
 from train.callbacks import KeepRandomState, LogProgress, StopOnSignal, progress_bar
+from train.checks import check_draft, check_fit, check_module, place, try_optimizer, try_trainer
 from train.draft import build_draft
 from train.export import Card, write_readme
 from train.provenance import command_line, provenance, write_record
-from train.rehearsal import check_draft, check_fit, check_module, place, try_optimizer, try_trainer
 from train.resume import LAST, RememberSettings, find_checkpoint, identity, refuse_changes, saved_settings
 from train.settings import TrainSettings
 
