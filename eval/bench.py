@@ -17,6 +17,7 @@ from torch import Tensor
 from spec_decode.decode import DecodeResult, plain_decode, speculative_decode
 from spec_decode.drafter import Drafter
 from spec_decode.errors import DraftwrightError
+from spec_decode.lossy import LossyTypicalAcceptance
 from spec_decode.sampling import Sampling
 from spec_decode.target import Target
 from spec_decode.tree import TreePlan
@@ -42,6 +43,7 @@ def measure(
     max_new_tokens: int,
     sampling: Sampling,
     seed: int = 0,
+    lossy: LossyTypicalAcceptance | None = None,
     warm_up: bool = True,
     advance: Callable[[], None] = lambda: None,
 ) -> list[Pair]:
@@ -56,7 +58,14 @@ def measure(
 
     def speculative(ids: Tensor, generator: torch.Generator) -> DecodeResult:
         return speculative_decode(
-            target, draft, ids, tree=tree, max_new_tokens=max_new_tokens, sampling=sampling, generator=generator
+            target,
+            draft,
+            ids,
+            tree=tree,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            generator=generator,
+            lossy=lossy,
         )
 
     def both(i: int, ids: Tensor) -> Pair:

@@ -9,12 +9,13 @@ from omegaconf import OmegaConf
 
 from conf import launch
 from eval.run import run
+from eval.toy import run as run_toy
 
 
 def main() -> None:
     """Start the verb that the command line names."""
     OmegaConf.register_new_resolver("draft_name", draft_name, replace=True)
-    launch("eval", {"run": ("eval", run)}, sys.argv)
+    launch("eval", {"run": ("eval", run), "toy": ("toy", run_toy)}, sys.argv)
 
 
 def draft_name(checkpoint: str | None) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from eval.examples import Example
 from eval.plots import acceptance_plot, histogram_plot, time_plot
-from eval.report import describe_differences, describe_identity, interval, row, tau
+from eval.report import describe_differences, describe_identity, interval, row, tau, warnings
 
 TAU = (
     "τ (the acceptance length) is the number of tokens that one forward pass of the target yields on average: the "
@@ -68,6 +68,7 @@ def page(report: dict[str, Any], examples: Sequence[Example], baseline_s: dict[s
         [
             f"<h1>{escape(title)}</h1>",
             f'<p class="soft wide">{escape(_subtitle(report))}</p>',
+            *(f"<p><strong>{escape(warning)}.</strong></p>" for warning in warnings(report)),
             f'<div class="cards">{"".join(cards)}</div>',
             f"<p>{escape(TAU)}</p>",
             "<h2>Numbers</h2>",

@@ -48,7 +48,7 @@ LISTED = 5  # differences shown one by one
 def show(report: dict[str, Any], console: Console | None = None) -> None:
     """Print one row per benchmark, and the first differences from the baseline below."""
     console = console or Console()
-    title = f"{report['draft']} drafting for {report['target']}"
+    title = "\n".join([f"{report['draft']} drafting for {report['target']}", *warnings(report)])
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for column in ("benchmark", "prompts", "τ", "speedup", "95%", "tok/s", "plain", "identical"):
         table.add_column(column, justify="left" if column in ("benchmark", "identical") else "right", overflow="fold")
@@ -58,6 +58,13 @@ def show(report: dict[str, Any], console: Console | None = None) -> None:
     for name, numbers in report["benchmarks"].items():
         for sentence in describe_differences(name, numbers, report["environment"]["dtype"]):
             console.print(sentence, highlight=False)
+
+
+def warnings(report: dict[str, Any]) -> list[str]:
+    """What a reader must know before the numbers: acceptance that isn't exact."""
+    if report["acceptance"] == "exact":
+        return []
+    return ["LOSSY typical acceptance: the output does not have the target's distribution"]
 
 
 def row(numbers: dict[str, Any]) -> list[str]:

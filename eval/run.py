@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from spec_decode.checkpoint import write_folder
 from spec_decode.drafter import Drafter
 from spec_decode.drafters import load_draft
 from spec_decode.errors import DraftwrightError
+from spec_decode.lossy import LossyTypicalAcceptance
 from spec_decode.sampling import Sampling
 from spec_decode.target_hf import HFTarget, open_target, tokenizer_fingerprint
 from spec_decode.tree import TreePlan
@@ -57,6 +59,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         seed=settings.seed,
         output_dir=settings.output_dir,
         draft_name=settings.draft_name,
+        lossy=LossyTypicalAcceptance() if settings.acceptance == "lossy_typical" else None,
     )
 
 
@@ -84,6 +87,7 @@ def evaluate(
     seed: int,
     output_dir: str | Path,
     draft_name: str,
+    lossy: LossyTypicalAcceptance | None = None,
 ) -> dict[str, Any]:
     """Decode every prompt with and without the draft; write both reports to output_dir and print the table.
 
@@ -106,6 +110,7 @@ def evaluate(
                 max_new_tokens=max_new_tokens,
                 sampling=sampling,
                 seed=seed,
+                lossy=lossy,
                 warm_up=not pairs,
                 advance=partial(progress.advance, task),
             )
@@ -116,6 +121,7 @@ def evaluate(
         "draft": draft_name,
         "temperature": sampling.temperature,
         "tree": describe_tree(tree),
+        "acceptance": "exact" if lossy is None else {"lossy_typical": asdict(lossy)},
         "environment": environment(target.dtype, target.device, settings),
         "benchmarks": numbers,
     }

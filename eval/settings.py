@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 
@@ -27,6 +27,7 @@ class EvalSettings:
     temperature: NonNegative
     top_k: Natural
     top_p: Annotated[float, Between(0, 1)]
+    acceptance: Literal["exact", "lossy_typical"]
     seed: Seed
     draft_name: str
     output_dir: Path

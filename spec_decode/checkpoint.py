@@ -7,16 +7,43 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 from uuid import uuid4
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from spec_decode.errors import DraftwrightError
 
 Config = TypeVar("Config")
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def save_draft(draft: nn.Module, folder: Path, readme: str) -> None:
+    """Write a draft with a dataclass `config`: config.json, model.safetensors and README.md, each atomically."""
+    kind = type(draft)
+    name = f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}"  # as `spec_decode.drafters.load_draft` reads it
+    config = {"drafter": name, **dataclasses.asdict(draft.config)}  # type: ignore[call-overload,arg-type]
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in draft.state_dict().items()}
+    write_folder(
+        folder,
+        {
+            "model.safetensors": lambda path: save_file(tensors, path, metadata={"format": "pt"}),
+            "config.json": lambda path: path.write_text(json.dumps(config, indent=2) + "\n"),
+            "README.md": lambda path: path.write_text(readme),
+        },
+    )
+
+
+def open_draft(kind: type[Module], folder: Path) -> Module:
+    """A `kind`, whose one argument `config` is a dataclass, from a folder written by `save_draft`.
+
+    Raises DraftwrightError that names the missing, unexpected or wrongly shaped tensor or config key.
+    """
+    draft = kind(parse_config(get_type_hints(kind.__init__)["config"], folder))
+    draft.load_state_dict(read_tensors(folder, draft.state_dict()))
+    return draft
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -1,17 +1,10 @@
-"""The speculative loop and, beside it on the same target code, the plain loop that it is compared with.
-
-    prefill -> draft.start -> [propose -> one target forward over the tree -> verify -> cache.keep -> commit]*
-
-Invariant of both loops: the cache holds every committed token but the last, so the next forward starts with it.
-"""
+"""Decoding: speculative with any drafter, plain without one, for one prompt or a batch; `spec_decode.rounds` has the
+steps of the loop."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +12,15 @@ from torch import Tensor
 from spec_decode.acceptance import tau
 from spec_decode.drafter import Drafter
 from spec_decode.drafters.eagle3 import Eagle3Draft
-from spec_decode.errors import DraftwrightError
-from spec_decode.sampling import Probabilities, Sampling, choose
-from spec_decode.target import Target, TargetOutput
-from spec_decode.tree import StaticTree, Tree, TreePlan
-from spec_decode.verify import Verdict, verify, verify_greedy
+from spec_decode.drafters.leviathan import LanguageModelDraft
+from spec_decode.errors import DraftwrightError, check_positive, check_type, type_error
+from spec_decode.lossy import LossyTypicalAcceptance
+from spec_decode.rounds import Rounds, Running
+from spec_decode.sampling import GREEDY, Sampling
+from spec_decode.target import Target, check_target
+from spec_decode.tree import DynamicTree, StaticTree, TreePlan, chain
 
-GREEDY = Sampling()
+Prompt = Sequence[int] | Tensor
 
 
 @dataclass(frozen=True)
@@ -34,7 +29,8 @@ class DecodeResult:
 
     For each round after the prefill, which yields the first token: accepted, the drafts accepted without the round's
     last token (the bonus token, or a drafted end-of-turn), not cut at max_new_tokens; offered, the depth of the tree
-    (up to a drafted end-of-turn). prefill_seconds includes the draft's start.
+    (up to a drafted end-of-turn). prefill_seconds includes the draft's start. The seconds of a batch are those of all
+    its sequences together, while this one was among them.
     """
 
     tokens: list[int]
@@ -54,94 +50,59 @@ class DecodeResult:
         return tau(self.accepted)
 
 
-@torch.inference_mode()
 def plain_decode(
     target: Target,
-    input_ids: Sequence[int] | Tensor,
+    input_ids: Prompt,
     *,
     max_new_tokens: int,
     sampling: Sampling = GREEDY,
     eos_token_ids: Iterable[int] | None = None,
     generator: torch.Generator | None = None,
 ) -> DecodeResult:
-    """Autoregressive decoding, one token for each forward; arguments and errors as in `eagle3_decode`."""
-    ids = _prompt(target, input_ids, max_new_tokens)
-    stop = _stop_ids(target, eos_token_ids)
-    began = perf_counter()
-    cache = target.new_cache()
-    output = target.forward(ids[None], cache=cache, logits=slice(-1, None))
-    tokens = [_choose_last(output, sampling, generator)]
-    prefilled = perf_counter()
-    limit = min(max_new_tokens, target.spec.max_positions - ids.numel() + 1)
-    while len(tokens) < limit and tokens[-1] not in stop:
-        output = target.forward(ids.new_tensor([[tokens[-1]]]), cache=cache, logits=slice(-1, None))
-        tokens.append(_choose_last(output, sampling, generator))
-    rounds = len(tokens) - 1
-    return DecodeResult(tokens, [0] * rounds, [0] * rounds, prefilled - began, 0.0, perf_counter() - prefilled)
+    """Autoregressive decoding, one token for each forward; arguments and errors as in `batch_decode`."""
+    return batch_decode(
+        target,
+        None,
+        [input_ids],
+        tree=chain(1),
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        eos_token_ids=eos_token_ids,
+        generators=[generator],
+    )[0]
 
 
-@torch.inference_mode()
 def speculative_decode(
     target: Target,
     draft: Drafter,
-    input_ids: Sequence[int] | Tensor,
+    input_ids: Prompt,
     *,
-    tree: TreePlan,
+    tree: TreePlan | Sequence[int],
     max_new_tokens: int,
     sampling: Sampling = GREEDY,
     eos_token_ids: Iterable[int] | None = None,
     generator: torch.Generator | None = None,
+    lossy: LossyTypicalAcceptance | None = None,
 ) -> DecodeResult:
-    """Decode with any drafter; arguments and errors as in `eagle3_decode`. The drafter is bound to `target`."""
-    ids = _prompt(target, input_ids, max_new_tokens)
-    stop = _stop_ids(target, eos_token_ids)
-    draft.bind(target)
-    accepted: list[int] = []
-    offered: list[int] = []
-    drafting = verifying = 0.0
-    began = perf_counter()
-    cache = target.new_cache()
-    wanted: dict[str, Any] = {"cache": cache, "taps": draft.taps, "last_hidden": draft.needs_last_hidden}
-    output = target.forward(ids[None], logits=slice(-1, None), **wanted)
-    tokens = [_choose_last(output, sampling, generator)]
-    state = draft.start(output, ids)
-    clock = perf_counter()
-    prefill = clock - began
-    while len(tokens) < max_new_tokens and tokens[-1] not in stop:
-        past = cache.length()
-        room = target.spec.max_positions - past - 1  # for the tree below its root
-        if room < 0:
-            break
-        proposed = draft.propose(state, tokens[-1], _cut(tree, room), generator) if room else _root_only(tokens[-1])
-        drafted = perf_counter()
-        depth = proposed.depth()
-        output = target.forward(
-            proposed.tokens[None].to(ids.device),
-            positions=(past + depth)[None].to(ids.device),
-            mask=proposed.ancestor_mask().to(ids.device) if len(proposed) > 1 else None,
-            logits=slice(None),
-            **wanted,
-        )
-        verdict = _verify(proposed, output, sampling, generator)
-        cache.keep(past, verdict.path)
-        new = proposed.tokens[verdict.path[1:]].tolist()
-        ends = [i for i, token in enumerate(new) if token in stop]
-        tokens += new[: ends[0] + 1] if ends else [*new, verdict.bonus]
-        # A drafted end-of-turn takes the bonus token's place: every round yields accepted + 1 tokens.
-        accepted.append(ends[0] if ends else len(new))
-        offered.append(ends[0] if ends else int(depth.max()))
-        verified = perf_counter()
-        state = draft.commit(state, proposed, verdict.path, output)
-        drafting += drafted - clock
-        verifying += verified - drafted
-        clock = verified
-    return DecodeResult(tokens[:max_new_tokens], accepted, offered, prefill, drafting, verifying)
+    """Decode one prompt with any drafter; arguments and errors as in `batch_decode`."""
+    check_type("draft", draft, Drafter, "a Drafter")
+    return batch_decode(
+        target,
+        draft,
+        [input_ids],
+        tree=tree,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        eos_token_ids=eos_token_ids,
+        generators=[generator],
+        lossy=lossy,
+    )[0]
 
 
 def eagle3_decode(
     target: Target,
     draft: Eagle3Draft,
-    input_ids: Sequence[int] | Tensor,
+    input_ids: Prompt,
     *,
     tree: TreePlan | Sequence[int],
     max_new_tokens: int,
@@ -149,22 +110,8 @@ def eagle3_decode(
     eos_token_ids: Iterable[int] | None = None,
     generator: torch.Generator | None = None,
 ) -> DecodeResult:
-    """Decode with an EAGLE-3 draft; the output has the distribution of plain decoding, at temperature 0 its tokens.
-
-    input_ids: a list, or int64 [T] or [1, T]; tree: a plan, or a list of branching factors for a static tree;
-    eos_token_ids: None takes the target's, () none. Stops at end-of-turn, at max_new_tokens exactly, or when the
-    target's context is full. Raises TypeError and ValueError that name the argument.
-    """
-    if not (hasattr(target, "spec") and callable(getattr(target, "forward", None))):
-        raise _type_error("target", target, "a target such as HFTarget, with `spec` and `forward`")
-    if not isinstance(draft, Eagle3Draft):
-        raise _type_error("draft", draft, "an Eagle3Draft")
-    if isinstance(tree, list | tuple) and all(type(width) is int for width in tree):
-        tree = StaticTree(tuple(tree))
-    if not isinstance(tree, TreePlan):
-        raise _type_error("tree", tree, "a DynamicTree, a StaticTree or a list of ints")
-    if not isinstance(sampling, Sampling):
-        raise _type_error("sampling", sampling, "a Sampling")
+    """Decode one prompt with an EAGLE-3 draft; arguments and errors as in `batch_decode`."""
+    check_type("draft", draft, Eagle3Draft, "an Eagle3Draft")
     return speculative_decode(
         target,
         draft,
@@ -177,7 +124,104 @@ def eagle3_decode(
     )
 
 
-def _prompt(target: Target, input_ids: Sequence[int] | Tensor, max_new_tokens: int) -> Tensor:
+def leviathan_decode(
+    target: Target,
+    draft: Target | Drafter,
+    input_ids: Prompt,
+    *,
+    gamma: int,
+    max_new_tokens: int,
+    sampling: Sampling = GREEDY,
+    eos_token_ids: Iterable[int] | None = None,
+    generator: torch.Generator | None = None,
+) -> DecodeResult:
+    """The chain of Leviathan, Kalman and Matias (arXiv:2211.17192, algorithm 1): gamma drafted tokens a round,
+    sampled with the request's own temperature, top-k and top-p.
+
+    draft: a causal LM wrapped as a target, with the same vocabulary, or any drafter. Other arguments and errors as in
+    `batch_decode`.
+    """
+    if not isinstance(draft, Drafter):
+        check_target("draft", draft)
+        draft = LanguageModelDraft(draft)
+    return speculative_decode(
+        target,
+        draft,
+        input_ids,
+        tree=chain(gamma, "independent"),
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        eos_token_ids=eos_token_ids,
+        generator=generator,
+    )
+
+
+@torch.inference_mode()
+def batch_decode(
+    target: Target,
+    draft: Drafter | None,
+    prompts: Sequence[Prompt],
+    *,
+    tree: TreePlan | Sequence[int],
+    max_new_tokens: int,
+    sampling: Sampling = GREEDY,
+    eos_token_ids: Iterable[int] | None = None,
+    generators: Sequence[torch.Generator | None] | None = None,
+    lossy: LossyTypicalAcceptance | None = None,
+) -> list[DecodeResult]:
+    """Decode prompts of any lengths together; each result is that of its prompt alone.
+
+    The output has the distribution of plain decoding, at temperature 0 its tokens; draft None is plain decoding.
+    prompts: each a list, or int64 [T] or [1, T]; tree: a plan, or a list of branching factors for a static tree;
+    eos_token_ids: None takes the target's, () none; generators: one on the CPU for each prompt; lossy: gives up
+    exactness (`spec_decode.lossy`). A sequence stops at end-of-turn, at max_new_tokens exactly, or when the target's
+    context is full. Raises TypeError and ValueError that name the argument.
+    """
+    check_target("target", target)
+    check_type("draft", draft, Drafter | None, "a Drafter or None")
+    check_type("sampling", sampling, Sampling, "a Sampling")
+    check_type("prompts", prompts, list | tuple, "a list of prompts")
+    if lossy is not None:
+        check_type("lossy", lossy, LossyTypicalAcceptance, "a LossyTypicalAcceptance or None")
+        if sampling.greedy:
+            raise DraftwrightError("typical acceptance needs a temperature above 0: at 0 verification is exact anyway")
+    plan = _plan(tree)
+    ids = [_prompt(target, prompt, max_new_tokens) for prompt in prompts]
+    dice = list(generators) if generators is not None else [None] * len(ids)
+    if len(dice) != len(ids):
+        raise DraftwrightError(f"generators must be one for each of the {len(ids)} prompts, got {len(dice)}")
+    if not ids:
+        return []
+    if draft is not None:
+        draft.bind(target)
+    rounds = Rounds(target, draft, plan, sampling, lossy, _stop_ids(target, eos_token_ids), max_new_tokens)
+    sequences = rounds.prefill(ids, dice)
+    active = rounds.unfinished(sequences)
+    while active:
+        rounds.advance(active)
+        active = rounds.unfinished(active)
+    return [_result(sequence, max_new_tokens) for sequence in sequences]
+
+
+def _result(sequence: Running, max_new_tokens: int) -> DecodeResult:
+    return DecodeResult(
+        sequence.tokens[:max_new_tokens],
+        sequence.accepted,
+        sequence.offered,
+        sequence.prefill_seconds,
+        sequence.draft_seconds,
+        sequence.verify_seconds,
+    )
+
+
+def _plan(tree: TreePlan | Sequence[int]) -> TreePlan:
+    if isinstance(tree, list | tuple) and all(type(width) is int for width in tree):
+        return StaticTree(tuple(tree))
+    check_type("tree", tree, DynamicTree | StaticTree, "a DynamicTree, a StaticTree or a list of ints")
+    return tree  # type: ignore[return-value]
+
+
+def _prompt(target: Target, input_ids: Prompt, max_new_tokens: int) -> Tensor:
     """The prompt as int64 [P] on the target's device, with both arguments checked."""
     if isinstance(input_ids, Tensor):
         if input_ids.dtype != torch.int64 or not (
@@ -189,11 +233,8 @@ def _prompt(target: Target, input_ids: Sequence[int] | Tensor, max_new_tokens: i
     elif isinstance(input_ids, list | tuple) and all(type(token) is int for token in input_ids):
         ids = torch.tensor(input_ids, dtype=torch.int64)
     else:
-        raise _type_error("input_ids", input_ids, "a list of ints or an int64 tensor [T] or [1, T]")
-    if type(max_new_tokens) is not int:
-        raise _type_error("max_new_tokens", max_new_tokens, "an int")
-    if max_new_tokens < 1:
-        raise DraftwrightError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        raise type_error("input_ids", input_ids, "a list of ints or an int64 tensor [T] or [1, T]")
+    check_positive(max_new_tokens=max_new_tokens)
     if not 1 <= ids.numel() <= target.spec.max_positions:
         raise DraftwrightError(
             f"input_ids must hold 1 to {target.spec.max_positions} tokens for this target, got {ids.numel()}"
@@ -207,33 +248,5 @@ def _prompt(target: Target, input_ids: Sequence[int] | Tensor, max_new_tokens: i
 
 
 def _stop_ids(target: Target, eos_token_ids: Iterable[int] | None) -> frozenset[int]:
-    if not isinstance(eos_token_ids, Iterable | None):
-        raise _type_error("eos_token_ids", eos_token_ids, "a list of ints or None")
+    check_type("eos_token_ids", eos_token_ids, Iterable | None, "a list of ints or None")
     return frozenset(target.spec.eos_token_ids if eos_token_ids is None else eos_token_ids)
-
-
-def _type_error(name: str, given: object, wanted: str) -> TypeError:
-    return TypeError(f"{name} must be {wanted}, not {type(given).__name__}")
-
-
-def _cut(plan: TreePlan, depth: int) -> TreePlan:
-    """The same plan with at most `depth` levels."""
-    if isinstance(plan, StaticTree):
-        return StaticTree(plan.branching[:depth])
-    return dataclasses.replace(plan, depth=min(plan.depth, depth))
-
-
-def _root_only(root: int) -> Tree:
-    return Tree(torch.tensor([root]), torch.tensor([-1]))
-
-
-def _choose_last(output: TargetOutput, sampling: Sampling, generator: torch.Generator | None) -> int:
-    assert output.logits is not None
-    return choose(output.logits[0, -1], sampling, generator)
-
-
-def _verify(tree: Tree, output: TargetOutput, sampling: Sampling, generator: torch.Generator | None) -> Verdict:
-    assert output.logits is not None
-    if sampling.greedy:
-        return verify_greedy(tree, output.logits[0].argmax(dim=-1))
-    return verify(tree, Probabilities(output.logits[0], sampling), generator)

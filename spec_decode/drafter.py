@@ -9,6 +9,9 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from spec_decode.errors import DraftwrightError
+from spec_decode.growth import DraftVocabulary
+from spec_decode.sampling import GREEDY, Sampling
 from spec_decode.target import Target, TargetOutput, TargetSpec
 from spec_decode.tree import Tree, TreePlan
 
@@ -44,19 +47,49 @@ class Drafter(nn.Module, ABC):
         """Draft state after the prompt ids [P], from the target's output over all P rows ([1, P, ...])."""
 
     @abstractmethod
-    def propose(self, state: Any, root: int, plan: TreePlan, generator: torch.Generator | None = None) -> Tree:
-        """A tree whose node 0 is `root`, the last committed token, which the target has not processed yet."""
+    def propose(
+        self,
+        state: Any,
+        root: int,
+        plan: TreePlan,
+        sampling: Sampling = GREEDY,
+        generator: torch.Generator | None = None,
+    ) -> Tree:
+        """A tree whose node 0 is `root`, the last committed token, which the target has not processed yet.
+
+        sampling: the request's, which drawn siblings are drawn with.
+        """
 
     @abstractmethod
     def commit(self, state: Any, tree: Tree, path: Tensor, output: TargetOutput) -> Any:
         """Draft state after the accepted `path` (node ids, root first) of a tree the target ran ([1, N, ...])."""
 
 
-class VocabularyConfig(DraftConfig, Protocol):
-    """The config of a draft that proposes from a part of the target's vocabulary."""
+class SizedConfig(DraftConfig, Protocol):
+    """The config of a draft that reads the target's states."""
+
+    @property
+    def hidden_size(self) -> int: ...
 
     @property
     def vocab_size(self) -> int: ...
+
+
+def check_sizes(config: SizedConfig, spec: TargetSpec) -> None:
+    """Raise DraftwrightError if a draft was made for a target of other sizes."""
+    for name, ours, theirs in (
+        ("hidden size", config.hidden_size, spec.hidden_size),
+        ("vocabulary", config.vocab_size, spec.vocab_size),
+    ):
+        if ours != theirs:
+            raise DraftwrightError(
+                f"the draft was trained for target '{config.target}' with {name} {ours}, but target "
+                f"'{spec.name}' has {theirs}: choose the target that the draft belongs to"
+            )
+
+
+class VocabularyConfig(SizedConfig, Protocol):
+    """The config of a draft that proposes from a part of the target's vocabulary."""
 
     @property
     def draft_vocab_size(self) -> int: ...
@@ -96,6 +129,10 @@ class VocabularyDrafter(Drafter):
     def vocabulary(self) -> Tensor:
         """Target id of every draft id, int64 [V_draft]."""
         return self.d2t + torch.arange(self.d2t.numel(), device=self.d2t.device)
+
+    def draft_vocabulary(self) -> DraftVocabulary:
+        """The same, as trees are grown with it."""
+        return DraftVocabulary(self.vocabulary(), self.config.vocab_size)
 
     def init_head(self, head_weight: Tensor) -> None:
         """Start `lm_head` from the target's rows [V, H] of the draft vocabulary."""

@@ -2,7 +2,7 @@
 
 EAGLE-2's dynamic tree (arXiv:2406.16858, section 4) scores a node by the sum of log q along its path, expands the
 best nodes level by level and keeps the best of all nodes generated. A static tree gives each node of a level the same
-number of children. Both choose children deterministically, so the tree carries no q.
+number of children, the most probable ones or drawn ones (`spec_decode.tree` has the rules).
 
 Nodes live in Python lists until the end: a level has at most a few dozen, and each tensor call costs more than that.
 """
@@ -10,13 +10,38 @@ Nodes live in Python lists until the end: a level has at most a few dozen, and e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from spec_decode.sampling import GREEDY, Sampling, probabilities, sample, siblings
 from spec_decode.tree import StaticTree, Tree, TreePlan
 
 Step = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class DraftVocabulary:
+    """Target id of every draft id, ascending int64 [V_draft], and the size V of the target's vocabulary."""
+
+    ids: Tensor
+    size: int
+
+    def spread(self, q: Tensor) -> Tensor:
+        """Distributions over draft ids [..., V_draft] as such over target ids [..., V]."""
+        return q.new_zeros(*q.shape[:-1], self.size).index_copy_(-1, self.ids.to(q.device), q)
+
+
+@dataclass(frozen=True)
+class _Children:
+    """Of one node: draft ids as target ids, their log-probabilities, and the q each was drawn from (or none)."""
+
+    tokens: list[int]
+    log_q: list[float]
+    q: list[Tensor]
 
 
 def grow(
@@ -24,27 +49,34 @@ def grow(
     step: Step,
     plan: TreePlan,
     root: int,
-    to_target: Callable[[Tensor], Tensor] | None = None,
+    vocabulary: DraftVocabulary | None = None,
+    *,
+    sampling: Sampling = GREEDY,
+    generator: torch.Generator | None = None,
 ) -> Tree:
     """The tree below the token `root`, whose children have the log-probabilities root_logp [V_draft].
 
     step(tokens [M], parent_rows [M]) runs the draft over M nodes of one level and returns log-probabilities
     [M, V_draft]; tokens are target ids, parent_rows index all rows run so far, -1 for children of the root. It is
-    called at most depth - 1 times. to_target maps draft ids to target ids, elementwise. The tree lies on the CPU.
+    called at most depth - 1 times. vocabulary: None when draft ids are target ids. sampling: what drawn siblings are
+    drawn with, the target's own. The tree lies on the CPU.
     """
+    drawn = plan.siblings != "top_k" and not sampling.greedy
+    choose = partial(_draw, rule=plan.siblings, sampling=sampling, generator=generator) if drawn else _top_k
     widths = plan.branching if isinstance(plan, StaticTree) else (plan.top_k,) * plan.depth
-    tokens, parent, score = [root], [-1], [0.0]  # every node generated, siblings by descending probability
+    tokens, parent, log_q, score = [root], [-1], [0.0], [0.0]  # every node generated, siblings in order
+    q: list[Tensor] = []
     row = {0: -1}  # node -> row in which the draft ran it
     level, logp = [0], root_logp[None]
     kept: set[int] = set()
     for depth, width in enumerate(widths, start=1):
         first = len(tokens)
-        values, ids = logp.topk(min(width, logp.shape[-1]), dim=-1)
-        ids = ids if to_target is None else to_target(ids)
-        for node, child_values, child_ids in zip(level, values.tolist(), ids.tolist(), strict=True):
-            tokens += child_ids
-            parent += [node] * len(child_ids)
-            score += [score[node] + value for value in child_values]
+        for node, children in zip(level, choose(logp, width, vocabulary), strict=True):
+            tokens += children.tokens
+            parent += [node] * len(children.tokens)
+            log_q += children.log_q
+            score += [score[node] + value for value in children.log_q]
+            q += children.q
         generated = range(first, len(tokens))
         if isinstance(plan, StaticTree):
             kept.update(generated)
@@ -66,7 +98,54 @@ def grow(
     return Tree(
         tokens=torch.tensor([tokens[node] for node in nodes]),
         parent=torch.tensor([place[parent[node]] for node in nodes]),
+        q=_stack(q, vocabulary) if drawn else None,
+        log_q=torch.tensor([log_q[node] for node in nodes]),
     )
+
+
+class LevelMask:
+    """Which of the rows run so far each new row of a growing tree sees: its ancestors and itself."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._visible = torch.zeros(1, 0, dtype=torch.bool, device=device)  # row r of the tree lies at r + 1
+
+    def extend(self, parent_rows: Tensor) -> Tensor:
+        """Rows with these parents (int64 [M], -1: the root) join the R there are: bool [M, R + M]."""
+        count = parent_rows.numel()
+        new = torch.cat(
+            (self._visible[parent_rows + 1], torch.eye(count, dtype=torch.bool, device=parent_rows.device)), dim=1
+        )
+        self._visible = torch.cat((F.pad(self._visible, (0, count)), new))
+        return new
+
+
+def _top_k(logp: Tensor, width: int, vocabulary: DraftVocabulary | None) -> list[_Children]:
+    values, ids = logp.topk(min(width, logp.shape[-1]), dim=-1)
+    ids = ids if vocabulary is None else vocabulary.ids[ids]
+    return [_Children(tokens, log_q, []) for tokens, log_q in zip(ids.tolist(), values.tolist(), strict=True)]
+
+
+def _draw(
+    logp: Tensor,
+    width: int,
+    vocabulary: DraftVocabulary | None,
+    *,
+    rule: str,
+    sampling: Sampling,
+    generator: torch.Generator | None,
+) -> list[_Children]:
+    drawn = []
+    for row, q in zip(logp, probabilities(logp, sampling), strict=True):
+        ids, rows = siblings(q, width, rule, partial(sample, generator=generator))
+        tokens = ids if vocabulary is None else vocabulary.ids[ids].tolist()
+        drawn.append(_Children(tokens, row[ids].tolist(), rows))
+    return drawn
+
+
+def _stack(rows: list[Tensor], vocabulary: DraftVocabulary | None) -> Tensor:
+    """[N, V], with an unused row for the root."""
+    q = torch.stack([torch.zeros_like(rows[0]), *rows])
+    return q if vocabulary is None else vocabulary.spread(q)
 
 
 def _best(nodes: Iterable[int], score: list[float], count: int) -> list[int]:

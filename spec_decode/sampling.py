@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +28,9 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+
+GREEDY = Sampling()
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,29 @@ def sample(weights: Tensor, generator: torch.Generator | None = None) -> int:
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None) -> int:
     """One token from logits [V]."""
     return int(logits.argmax()) if sampling.greedy else sample(probabilities(logits, sampling), generator)
+
+
+def siblings(q: Any, count: int, rule: str, draw: Callable[[Any], int]) -> tuple[list[int], list[Any]]:
+    """At most `count` tokens drawn from the draft's q [V], and the distribution that each was drawn from.
+
+    rule: "independent" or "without_replacement" (`spec_decode.tree`). q may be a tensor or an array of fractions.
+    """
+    tokens: list[int] = []
+    rows: list[Any] = []
+    while len(tokens) < count and q is not None:
+        tokens.append(draw(q))
+        rows.append(q)
+        if rule == "without_replacement":
+            q = without(q, tokens[-1])
+    return tokens, rows
+
+
+def without(distribution: Any, token: int) -> Any:
+    """The distribution [V] given that it isn't `token`; None if it can't be anything else."""
+    rest = distribution * 1  # a copy, of tensors and arrays alike
+    rest[token] = 0
+    mass = rest.sum()
+    return rest / mass if mass > 0 else None
 
 
 def _nucleus(p: Tensor, top_p: float) -> Tensor:

@@ -7,13 +7,14 @@ before the final norm; id 0 is the embedding output.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from spec_decode.errors import DraftwrightError
+from spec_decode.errors import DraftwrightError, type_error
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,25 @@ class TargetOutput:
     features: Tensor | None
     last_hidden: Tensor | None
 
+    def row(self, index: int, count: int) -> TargetOutput:
+        """The first `count` tokens of one row of the batch, still with a batch axis of 1."""
+        parts = (self.logits, self.features, self.last_hidden)
+        return TargetOutput(*(None if part is None else part[index : index + 1, :count] for part in parts))
+
 
 class Cache(Protocol):
-    """Key/value cache of a target that can keep one path of a tree."""
+    """Key/value cache of a target that can keep one path of a tree in every row of a batch."""
 
     def length(self) -> int:
-        """Number of positions held."""
+        """Number of positions held, of the row that holds most."""
         ...
 
-    def keep(self, start: int, path: Tensor) -> None:
-        """Keep positions < start and the rows start + path (ascending int64), drop the others."""
+    def keep(self, lengths: Sequence[int], start: int, paths: Sequence[Tensor]) -> None:
+        """Row b keeps its positions < lengths[b] and start + paths[b] (ascending int64), in this order."""
+        ...
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the batch."""
         ...
 
 
@@ -101,8 +111,9 @@ class Target(Protocol):
     ) -> TargetOutput:
         """Run ids [B, T] after what `cache` holds.
 
-        positions: [B, T] absolute, default: consecutive. mask: bool [T, T] among the new tokens (row sees
-        column), default: causal; everything cached is visible to all. logits: which rows of T get logits.
+        positions: [B, T] absolute, default: consecutive. mask: bool [T, S] or [B, T, S], what each new token sees of
+        the last S positions, the new ones included; what lies before them is visible to all; default: causal.
+        logits: which rows of T get logits.
         """
         ...
 
@@ -127,3 +138,9 @@ def check_taps(taps: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
 
 def _example(num_layers: int) -> list[int]:
     return sorted({max(1, min(num_layers - 1, i)) for i in (1, num_layers // 2, num_layers - 1)})
+
+
+def check_target(name: str, target: object) -> None:
+    """Raise TypeError that names the argument unless it looks like a target."""
+    if not (hasattr(target, "spec") and callable(getattr(target, "forward", None))):
+        raise type_error(name, target, "a target such as HFTarget, with `spec` and `forward`")

@@ -123,10 +123,11 @@ class HFTarget:
             )
 
     def _additive(self, mask: Tensor, past: int) -> Tensor:
-        """bool [T, T] -> additive [1, 1, T, past + T] in the model's dtype."""
-        rows = mask.shape[0]
-        full = torch.zeros(1, 1, rows, past + rows, dtype=self.dtype, device=mask.device)
-        full[0, 0, :, past:].masked_fill_(~mask, torch.finfo(self.dtype).min)
+        """bool [T, S] or [B, T, S] over the last S positions -> additive [1 or B, 1, T, past + T]."""
+        *batch, rows, seen = mask.shape
+        full = torch.zeros(*(batch or [1]), 1, rows, past + rows, dtype=self.dtype, device=mask.device)
+        hidden = ~mask if not batch else ~mask[:, None]
+        full[..., past + rows - seen :].masked_fill_(hidden, torch.finfo(self.dtype).min)
         return full
 
 

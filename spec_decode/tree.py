@@ -2,16 +2,28 @@
 
 Node 0 is the root: the last committed token, which the target has not processed yet. Parents precede children.
 A chain is a tree in which every node has one child.
+
+How siblings are chosen decides how they must be verified, so the plan that grows a tree names the rule and the tree
+carries what verification needs, the distribution q that each node was drawn from:
+
+    top_k                 the most probable tokens, no chance involved: q is one-hot
+    without_replacement   drawn one after the other; q without the siblings drawn before, normalised again
+    independent           drawn independently: the draft's q for every sibling
+
+Dynamic trees keep nodes by their probability, which would bias drawn ones: they take top_k alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from spec_decode.errors import DraftwrightError
+from spec_decode.errors import DraftwrightError, check_positive
+
+SIBLINGS = ("top_k", "without_replacement", "independent")
 
 
 @dataclass(frozen=True)
@@ -20,12 +32,19 @@ class Tree:
 
     q[j] is the distribution that node j was drawn from given its earlier siblings (row 0 is unused).
     None means that nodes were chosen deterministically: verification then treats q as one-hot.
-    Siblings are verified in ascending node order.
+    Siblings are verified in ascending node order. log_q: what the draft gave each node given its parent, [N] (0 at
+    the root), for people to look at; verification doesn't use it.
     """
 
     tokens: Tensor
     parent: Tensor
     q: Tensor | None = None
+    log_q: Tensor | None = None
+
+    @classmethod
+    def of_root(cls, root: int) -> Tree:
+        """The tree that proposes nothing."""
+        return cls(torch.tensor([root]), torch.tensor([-1]))
 
     def __len__(self) -> int:
         return self.tokens.numel()
@@ -48,6 +67,13 @@ class Tree:
         )
         return mask
 
+    def padded(self, size: int) -> Tree:
+        """The tokens and mask of the same tree with `size` nodes: those added are roots of their own, seen by none."""
+        extra = size - len(self)
+        if not extra:
+            return self
+        return Tree(F.pad(self.tokens, (0, extra)), F.pad(self.parent, (0, extra), value=-1))
+
 
 @dataclass(frozen=True)
 class DynamicTree:
@@ -57,23 +83,56 @@ class DynamicTree:
     depth: int = 4
     top_k: int = 8
     nodes: int = 24
+    siblings: str = "top_k"
 
     def __post_init__(self) -> None:
+        check_siblings(self.siblings)
         if self.depth < 1 or self.top_k < 1 or self.nodes < 2:
             raise DraftwrightError(f"a dynamic tree needs depth >= 1, top_k >= 1 and nodes >= 2, got {self}")
+        if self.siblings != "top_k":
+            raise DraftwrightError(
+                f"a dynamic tree can't have siblings={self.siblings}: it keeps nodes because of their probability, so "
+                "what it keeps no longer has the distribution it was drawn from and the output would be biased; use "
+                "siblings=top_k, or a static tree"
+            )
+
+    def cut(self, depth: int) -> DynamicTree:
+        """The same plan with at most `depth` levels."""
+        return replace(self, depth=min(self.depth, depth))
 
 
 @dataclass(frozen=True)
 class StaticTree:
-    """A fixed shape: every node of level i has branching[i] children, the most probable tokens.
-    [1, 1, 1] is a chain of three."""
+    """A fixed shape: every node of level i has branching[i] children. [1, 1, 1] is a chain of three.
+
+    Drawn siblings need a temperature above 0; at 0 there is nothing to draw and every rule takes the top k. Fewer
+    children than asked for come where the distribution has no more tokens.
+    """
 
     branching: tuple[int, ...] = (4, 3, 2, 2)
+    siblings: str = "top_k"
 
     def __post_init__(self) -> None:
+        check_siblings(self.siblings)
         object.__setattr__(self, "branching", tuple(self.branching))
         if not self.branching or min(self.branching) < 1:
             raise DraftwrightError(f"a static tree needs at least one level of at least one child, got {self}")
 
+    def cut(self, depth: int) -> StaticTree:
+        """The same plan with at most `depth` levels."""
+        return replace(self, branching=self.branching[:depth])
+
 
 TreePlan = DynamicTree | StaticTree
+
+
+def chain(gamma: int, siblings: str = "top_k") -> StaticTree:
+    """A chain of `gamma` draft tokens."""
+    check_positive(gamma=gamma)
+    return StaticTree((1,) * gamma, siblings)
+
+
+def check_siblings(rule: str) -> None:
+    """Raise DraftwrightError for a rule that doesn't exist."""
+    if rule not in SIBLINGS:
+        raise DraftwrightError(f"siblings={rule} is unknown: choose {', '.join(SIBLINGS[:-1])} or {SIBLINGS[-1]}")

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from spec_decode.target_hf import HFTarget
+from spec_decode.toy import MultiLayerCausalLM
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -59,24 +58,13 @@ def tiny_llama() -> Callable[..., LlamaForCausalLM]:
 
 
 @pytest.fixture(scope="session")
-def exact_target() -> Callable[..., HFTarget]:
-    """exact_target(**fields of LlamaConfig): a random Llama of 64 tokens, 96 positions and no end-of-turn, in fp64
-    throughout; transformers' own norm would round to fp32."""
+def exact_target() -> Callable[..., MultiLayerCausalLM]:
+    """exact_target(**arguments): a random transformer of 64 tokens, 4 layers, 96 positions and no end-of-turn, in fp64
+    throughout."""
 
-    def make(**changes: Any) -> HFTarget:
-        fields = {
-            "vocab_size": 64,
-            "num_hidden_layers": 4,
-            "max_position_embeddings": 96,
-            "initializer_range": 0.3,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        }
-        model = _tiny_llama(**fields | changes).double()
-        for module in model.modules():
-            for name, child in module.named_children():
-                if type(child).__name__ == "LlamaRMSNorm":
-                    setattr(module, name, nn.RMSNorm(32, eps=1e-6, dtype=torch.float64))
-        return HFTarget(model, "tiny")
+    def make(**changes: Any) -> MultiLayerCausalLM:
+        return MultiLayerCausalLM(
+            **{"vocab_size": 64, "hidden_size": 32, "num_layers": 4, "num_heads": 4, "max_positions": 96} | changes
+        )
 
     return make

@@ -32,7 +32,7 @@ class GuessingDraft(Drafter):
     def start(self, output: Any, ids: Tensor) -> tuple[int, int]:
         return ids.numel(), 0
 
-    def propose(self, state: tuple[int, int], root: int, plan: Any, generator: Any = None) -> Tree:
+    def propose(self, state: tuple[int, int], root: int, plan: Any, *chance: Any) -> Tree:
         length, done = state
         right = self.answers[length][done + 1 : done + 1 + len(plan.branching)]
         guess = [(token + (done + i) % 3 // 2) % 64 for i, token in enumerate(right)]

@@ -72,8 +72,9 @@ def test_report_of_a_greedy_run(run_eval: Any, folders: Path, tmp_path: Path, ca
     run_eval(tree="static")
     (path,) = tmp_path.glob("outputs/eval/*/*/report.json")
     report = json.loads(path.read_text())
-    assert set(report) == {"target", "draft", "temperature", "tree", "environment", "benchmarks"}
-    assert report["tree"] == {"kind": "static", "branching": [4, 3, 2, 2]}
+    assert set(report) == {"target", "draft", "temperature", "tree", "acceptance", "environment", "benchmarks"}
+    assert report["acceptance"] == "exact"
+    assert report["tree"] == {"kind": "static", "branching": [4, 3, 2, 2], "siblings": "top_k"}
     assert report["environment"]["dtype"] == "float64"
     assert report["environment"]["command"].startswith("python -m eval checkpoint=")
     numbers = report["benchmarks"]["file"]
@@ -282,3 +283,18 @@ def test_draft_name() -> None:
     assert draft_name("outputs/eagle3/2026-11-30_05-00-00/draft") == "eagle3_2026-11-30_05-00-00"
     assert draft_name("/models/my-draft/") == "my-draft"
     assert draft_name(None) == "none"
+
+
+def test_lossy_acceptance_is_labelled_everywhere(run_eval: Any, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run_eval(acceptance="lossy_typical", temperature=1.0)
+    (path,) = tmp_path.glob("outputs/eval/*/*/report.json")
+    assert json.loads(path.read_text())["acceptance"] == {"lossy_typical": {"epsilon": 0.09, "delta": 0.3}}
+    warning = "LOSSY typical acceptance: the output does not have the target's distribution"
+    assert warning in " ".join(capsys.readouterr().out.split())
+    assert "LOSSY typical acceptance" in path.with_name("report.html").read_text()
+
+
+def test_a_dynamic_tree_says_why_it_cannot_draw_siblings(run_eval: Any, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        run_eval(tree="dynamic", tree__siblings="independent")
+    assert "it keeps nodes because of their probability" in capsys.readouterr().err

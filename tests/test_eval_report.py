@@ -38,6 +38,7 @@ def numbers(**changes: Any) -> dict[str, Any]:
 def report(**benchmarks: dict[str, Any]) -> dict[str, Any]:
     return {
         "target": "<Tiny> & co", "draft": "eagle3", "temperature": 0.0, "tree": describe_tree(DynamicTree(2, 3, 5)),
+        "acceptance": "exact",
         "environment": environment(torch.float32, torch.device("cpu"), {"max_new_tokens": 64}),
         "benchmarks": benchmarks or {"mt_bench": numbers()},
     }  # fmt: skip
@@ -47,8 +48,8 @@ NEAR_TIE = {"prompt": 3, "position": 41, "baseline_token": 5, "token": 9, "logit
 
 
 def test_trees_and_environment_are_plain_json() -> None:
-    assert describe_tree(DynamicTree(2, 3, 5)) == {"kind": "dynamic", "depth": 2, "top_k": 3, "nodes": 5}
-    assert describe_tree(StaticTree((2, 1))) == {"kind": "static", "branching": (2, 1)}
+    assert describe_tree(DynamicTree(2, 3, 5)) == {"kind": "dynamic", "depth": 2, "top_k": 3, "nodes": 5, "siblings": "top_k"}
+    assert describe_tree(StaticTree((2, 1))) == {"kind": "static", "branching": (2, 1), "siblings": "top_k"}
     facts = environment(torch.bfloat16, torch.device("cpu"), {"seed": 3})
     assert {"cpu", "cores", "threads", "torch", "transformers", "date", "command"} <= facts.keys()
     assert (facts["dtype"], facts["device"], facts["seed"]) == ("bfloat16", "cpu", 3)

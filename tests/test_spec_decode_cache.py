@@ -34,7 +34,7 @@ def keys(cache: TreeCache, layer: int) -> list[int]:
 )
 def test_keeps_the_prefix_and_the_path_in_every_layer(path: list[int], kept: list[int]) -> None:
     cache = filled(torch.arange(8))
-    cache.keep(3, torch.tensor(path, dtype=torch.int64))
+    cache.keep([3], 3, [torch.tensor(path, dtype=torch.int64)])
     assert cache.length() == len(kept)
     assert keys(cache, 0) == kept
     assert keys(cache, 1) == [100 + k for k in kept]
@@ -43,7 +43,7 @@ def test_keeps_the_prefix_and_the_path_in_every_layer(path: list[int], kept: lis
 
 def test_grows_on_after_keeping() -> None:
     cache = filled(torch.arange(6))
-    cache.keep(2, torch.tensor([0, 3]))
+    cache.keep([2], 2, [torch.tensor([0, 3])])
     new = torch.full((1, 2, 1, 3), 9.0, dtype=torch.float64)
     cache.update(new, -new, 0)
     assert keys(cache, 0) == [0, 1, 2, 5, 9]
@@ -51,3 +51,19 @@ def test_grows_on_after_keeping() -> None:
 
 def test_length_of_an_empty_cache() -> None:
     assert TreeCache().length() == 0
+
+
+def test_rows_of_a_batch_keep_their_own_lengths_and_paths() -> None:
+    cache = TreeCache()
+    states = torch.stack([torch.arange(8), 10 + torch.arange(8), 20 + torch.arange(8)]).double()
+    cache.update(states.view(3, 1, 8, 1), -states.view(3, 1, 8, 1), 0)
+    # rows hold 5, 3 and 4 positions, then each ran a tree of three nodes
+    cache.keep([5, 3, 4], 5, [torch.tensor([0, 2]), torch.tensor([0, 1, 2]), torch.tensor([0])])
+    kept = cache.layers[0].keys[:, 0, :, 0].int().tolist()
+    assert kept[0] == [0, 1, 2, 3, 4, 5, 7]
+    assert kept[1][:6] == [10, 11, 12, 15, 16, 17]
+    assert kept[2][:5] == [20, 21, 22, 23, 25]
+    assert cache.length() == 7
+    cache.select([2, 0])
+    assert cache.layers[0].keys[:, 0, :3, 0].int().tolist() == [[20, 21, 22], [0, 1, 2]]
+    assert torch.equal(cache.layers[0].values, -cache.layers[0].keys)

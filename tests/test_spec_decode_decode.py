@@ -45,7 +45,7 @@ class ScriptedDraft(Drafter):
     def start(self, output: TargetOutput, ids: Tensor) -> list[int]:
         return ids.tolist()
 
-    def propose(self, state: list[int], root: int, plan: TreePlan, generator: torch.Generator | None = None) -> Tree:
+    def propose(self, state: list[int], root: int, plan: TreePlan, *chance: Any) -> Tree:
         depth = len(plan.branching) if isinstance(plan, StaticTree) else plan.depth
         widths = plan.branching if isinstance(plan, StaticTree) else (plan.top_k,) * depth
         paths, parent = [[root]], [-1]
@@ -88,7 +88,7 @@ class ModelDraft(Drafter):
             [self.model.forward(torch.tensor([path]), logits=slice(-1, None)).logits[0, 0] for path in paths]  # type: ignore[index]
         ).log_softmax(-1)
 
-    def propose(self, state: list[int], root: int, plan: TreePlan, generator: torch.Generator | None = None) -> Tree:
+    def propose(self, state: list[int], root: int, plan: TreePlan, *chance: Any) -> Tree:
         rows: list[list[int]] = []
 
         def step(tokens: Tensor, parent_rows: Tensor) -> Tensor:
@@ -279,7 +279,7 @@ def test_prompts_near_the_context_end(target: HFTarget, name: str, room: int) ->
 def test_sampled_output_has_the_targets_distribution(exact_target: MakeTarget, sampling: Sampling) -> None:
     """Three tokens, up to 216 outcomes. The total variation of n right samples is about 0.5 sum sqrt(2 p / (pi n)),
     give or take a tenth; the bound is 1.25 times that, and a residual that is not updated gives 1.86 times."""
-    target, rounds = exact_target(vocab_size=6, num_hidden_layers=2, initializer_range=0.15), 1000
+    target, rounds = exact_target(vocab_size=6, num_layers=2, std=0.15), 1000
     draft = ScriptedDraft(lambda path, width: [(path[-1] + 1 + i) % 6 for i in range(width)])
     exact = joint(target, [1, 4], sampling)
     generator = torch.Generator().manual_seed(0)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spec_decode.growth import grow
+from spec_decode.growth import DraftVocabulary, grow
+from spec_decode.sampling import Sampling, probabilities
 from spec_decode.tree import DynamicTree, StaticTree, Tree, TreePlan
 
 DRAFT_VOCAB = 11
@@ -35,6 +36,9 @@ class TableDraft:
 
 def to_target(ids: Tensor) -> Tensor:
     return 3 * ids + 5
+
+
+VOCABULARY = DraftVocabulary(to_target(torch.arange(DRAFT_VOCAB)), 40)
 
 
 def paths(tree: Tree) -> list[tuple[int, ...]]:
@@ -73,7 +77,7 @@ PLANS = [
 def test_dynamic_tree_is_eagle2s(plan: DynamicTree, sharpness: float) -> None:
     for seed in range(5):
         draft = TableDraft(seed, sharpness)
-        tree = grow(draft.logp(()), draft.step, plan, root=7, to_target=to_target)
+        tree = grow(draft.logp(()), draft.step, plan, root=7, vocabulary=VOCABULARY)
         expected = eagle2(TableDraft(seed, sharpness), plan)
         assert len(tree) == len(expected) + 1
         assert set(paths(tree)) == expected
@@ -84,7 +88,7 @@ def test_dynamic_tree_is_eagle2s(plan: DynamicTree, sharpness: float) -> None:
 @pytest.mark.parametrize("plan", [*PLANS, StaticTree((4, 3, 2)), StaticTree((1, 1, 1, 1))])
 def test_node_order_and_root(plan: TreePlan) -> None:
     draft = TableDraft(3)
-    tree = grow(draft.logp(()), draft.step, plan, root=7, to_target=to_target)
+    tree = grow(draft.logp(()), draft.step, plan, root=7, vocabulary=VOCABULARY)
     parent = tree.parent.tolist()
     assert tree.tokens[0] == 7
     assert parent[0] == -1
@@ -99,7 +103,7 @@ def test_node_order_and_root(plan: TreePlan) -> None:
 
 def test_static_tree_has_every_child_and_runs_every_inner_node_once() -> None:
     draft = TableDraft(0)
-    tree = grow(draft.logp(()), draft.step, StaticTree((4, 3, 2)), root=1, to_target=to_target)
+    tree = grow(draft.logp(()), draft.step, StaticTree((4, 3, 2)), root=1, vocabulary=VOCABULARY)
     assert torch.bincount(tree.depth()).tolist() == [1, 4, 12, 24]
     assert draft.calls == [4, 12]
     assert torch.bincount(tree.parent[1:]).tolist() == [4] + [3] * 4 + [2] * 12
@@ -135,3 +139,55 @@ def test_width_beyond_the_draft_vocabulary_is_capped() -> None:
     draft = TableDraft(0)
     assert len(grow(draft.logp(()), draft.step, StaticTree((50,)), root=0)) == DRAFT_VOCAB + 1
     assert len(grow(draft.logp(()), draft.step, DynamicTree(2, 50, 20), root=0)) == 20
+
+
+# --- drawn siblings -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["independent", "without_replacement"])
+def test_drawn_nodes_carry_the_distribution_they_were_drawn_from(rule: str) -> None:
+    draft, sampling = TableDraft(0), Sampling(0.7, top_k=6)
+    tree = grow(
+        draft.logp(()),
+        draft.step,
+        StaticTree((4, 2), siblings=rule),
+        root=7,
+        vocabulary=VOCABULARY,
+        sampling=sampling,
+        generator=torch.Generator().manual_seed(0),
+    )
+    assert tree.q is not None
+    assert tree.q.shape == (13, 40)
+    before: dict[int, Tensor] = {}
+    for node, (path, above) in enumerate(zip(paths(tree), tree.parent.tolist()[1:], strict=True), start=1):
+        q = VOCABULARY.spread(probabilities(draft.logp(path[:-1]), sampling))
+        expected = before.get(above, q)
+        torch.testing.assert_close(tree.q[node], expected)
+        assert tree.q[node, path[-1]] > 0
+        if rule == "without_replacement":
+            rest = expected.clone()
+            rest[path[-1]] = 0
+            before[above] = rest / rest.sum()
+
+
+def test_siblings_without_replacement_end_with_the_distribution() -> None:
+    draft = TableDraft(0)
+    plan = StaticTree((9,), siblings="without_replacement")
+    tree = grow(draft.logp(()), draft.step, plan, root=7, sampling=Sampling(1.0, top_k=3))
+    assert sorted(tree.tokens[1:].tolist()) == sorted(draft.logp(()).topk(3).indices.tolist())
+
+
+@pytest.mark.parametrize("rule", ["independent", "without_replacement"])
+def test_at_temperature_0_drawn_siblings_are_the_top_k(rule: str) -> None:
+    draft = TableDraft(0)
+    trees = [grow(draft.logp(()), draft.step, StaticTree((3, 2), siblings), root=7) for siblings in (rule, "top_k")]
+    assert trees[0].tokens.tolist() == trees[1].tokens.tolist()
+    assert trees[0].q is None
+
+
+def test_log_q_is_the_drafts() -> None:
+    draft = TableDraft(0)
+    tree = grow(draft.logp(()), draft.step, DynamicTree(3, 3, 9), root=7)
+    assert tree.log_q is not None
+    for node, path in enumerate(paths(tree), start=1):
+        assert float(tree.log_q[node]) == pytest.approx(float(draft.logp(path[:-1])[path[-1]]))

@@ -253,7 +253,7 @@ def test_the_committed_cache_equals_a_fresh_one(exact_target):
         tree.tokens[None], cache=cache, positions=(len(PROMPT) + tree.depth())[None], mask=tree.ancestor_mask()
     )
     path = tree.ancestor_mask()[-1].nonzero().flatten()
-    cache.keep(len(PROMPT), path)
+    cache.keep([len(PROMPT)], len(PROMPT), [path])
     fresh = target.new_cache()
     target.forward(torch.tensor([[*PROMPT, *tree.tokens[path].tolist()]]), cache=fresh)
     for kept, expected in zip(cache.layers, fresh.layers, strict=True):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spec_decode.errors import DraftwrightError
-from spec_decode.tree import DynamicTree, StaticTree, Tree
+from spec_decode.tree import DynamicTree, StaticTree, Tree, chain
 
 
 def tree(parent: list[int]) -> Tree:
@@ -57,3 +57,27 @@ def test_dynamic_tree_refuses(fields: dict[str, int]) -> None:
 
 def test_static_tree_takes_a_list() -> None:
     assert StaticTree([2, 1]).branching == (2, 1)  # type: ignore[arg-type]
+
+
+def test_a_dynamic_tree_refuses_drawn_siblings() -> None:
+    with pytest.raises(ValueError, match="a dynamic tree can't have siblings=independent: it keeps nodes because"):
+        DynamicTree(siblings="independent")
+
+
+@pytest.mark.parametrize("plan", [DynamicTree, StaticTree])
+def test_unknown_sibling_rules_are_refused(plan: type) -> None:
+    with pytest.raises(ValueError, match="siblings=sorted is unknown: choose top_k, without_replacement or independ"):
+        plan(siblings="sorted")
+
+
+def test_cutting_a_plan() -> None:
+    assert StaticTree((4, 3, 2), "independent").cut(2) == StaticTree((4, 3), "independent")
+    assert DynamicTree(4, 8, 24).cut(2) == DynamicTree(2, 8, 24)
+    assert DynamicTree(4, 8, 24).cut(9) == DynamicTree(4, 8, 24)
+    assert chain(3) == StaticTree((1, 1, 1))
+
+
+@pytest.mark.parametrize(("gamma", "error"), [("3", TypeError), (0, ValueError)])
+def test_a_chain_needs_a_length(gamma: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match="gamma must be"):
+        chain(gamma)  # type: ignore[arg-type]

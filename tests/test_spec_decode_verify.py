@@ -164,3 +164,31 @@ def test_the_same_seed_gives_the_same_verdict() -> None:
 
     assert verdicts() == verdicts()
     assert len({bonus for _, bonus in verdicts()}) > 1
+
+
+# --- what a caller can get wrong ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: verify([0, 1], P[None]), "tree must be a Tree, not list"),  # type: ignore[arg-type]
+        (lambda: verify(Tree.of_root(0), [0.5, 0.5]), "p must be a tensor"),  # type: ignore[arg-type]
+        (lambda: verify(Tree.of_root(0), P[None], 7), "generator must be a torch.Generator or None, not int"),  # type: ignore[arg-type]
+        (lambda: verify_greedy(None, torch.tensor([1])), "tree must be a Tree, not NoneType"),  # type: ignore[arg-type]
+        (lambda: verify_greedy(Tree.of_root(0), [1]), r"argmax must be an int64 tensor \[N\], not list"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_types_are_named(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_decisions_tell_what_chance_decided() -> None:
+    tree, p = tree_of([ROOT, 2, 3], [-1, 0, 0])
+    verdict = verify(tree, p, torch.Generator().manual_seed(0))
+    first = verdict.decisions[0]
+    assert (first.node, first.probability) == (1, pytest.approx(0.20))
+    if len(verdict.decisions) == 2:
+        assert verdict.decisions[1].probability == pytest.approx(0.10 / 0.80)
+        assert float(verdict.decisions[1].residual[2]) == 0

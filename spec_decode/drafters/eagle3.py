@@ -11,22 +11,20 @@ keys and values read [norm(e); norm(g)], 2H wide. The embedding is the target's 
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from spec_decode.checkpoint import parse_config, read_tensors, write_folder
-from spec_decode.drafter import VocabularyDrafter
-from spec_decode.errors import DraftwrightError
-from spec_decode.growth import grow
+from spec_decode.checkpoint import open_draft, save_draft
+from spec_decode.drafter import VocabularyDrafter, check_sizes
+from spec_decode.errors import DraftwrightError, check_type
+from spec_decode.growth import LevelMask, grow
 from spec_decode.layers import GatedMLP, Rope, attend
+from spec_decode.sampling import GREEDY, Sampling
 from spec_decode.target import Target, TargetOutput, TargetSpec, check_taps, default_taps
 from spec_decode.tree import Tree, TreePlan
 
@@ -156,6 +154,7 @@ class Eagle3Draft(VocabularyDrafter):
     config: Eagle3Config
 
     def __init__(self, config: Eagle3Config) -> None:
+        check_type("config", config, Eagle3Config, "an Eagle3Config")
         super().__init__(config)
         self.taps = config.target_layers
         size, fused = config.hidden_size, len(config.target_layers) * config.hidden_size
@@ -168,17 +167,8 @@ class Eagle3Draft(VocabularyDrafter):
         self._embed: Callable[[Tensor], Tensor] | None = None
 
     def bind(self, target: Target) -> None:
-        spec, config = target.spec, self.config
-        for name, ours, theirs in (
-            ("hidden size", config.hidden_size, spec.hidden_size),
-            ("vocabulary", config.vocab_size, spec.vocab_size),
-        ):
-            if ours != theirs:
-                raise DraftwrightError(
-                    f"the draft was trained for target '{config.target}' with {name} {ours}, but target "
-                    f"'{spec.name}' has {theirs}: choose the target that the draft belongs to"
-                )
-        check_taps(self.taps, spec.num_layers)
+        check_sizes(self.config, target.spec)
+        check_taps(self.taps, target.spec.num_layers)
         self._embed = target.embed
 
     # --- computing -------------------------------------------------------------------------------------------------
@@ -204,11 +194,17 @@ class Eagle3Draft(VocabularyDrafter):
         empty = weight.new_empty(self.config.num_kv_heads, 0, self.config.head_dim)
         return Eagle3State(empty, empty, output.features[0], ids[1:])
 
-    def propose(self, state: Eagle3State, root: int, plan: TreePlan, generator: torch.Generator | None = None) -> Tree:
+    def propose(
+        self,
+        state: Eagle3State,
+        root: int,
+        plan: TreePlan,
+        sampling: Sampling = GREEDY,
+        generator: torch.Generator | None = None,
+    ) -> Tree:
         last, logp = self._advance(state, root)
         step = _TreeStep(self, state, last)
-        vocabulary = self.vocabulary()
-        return grow(logp, step, plan, root, to_target=lambda ids: vocabulary[ids])
+        return grow(logp, step, plan, root, self.draft_vocabulary(), sampling=sampling, generator=generator)
 
     def commit(self, state: Eagle3State, tree: Tree, path: Tensor, output: TargetOutput) -> Eagle3State:
         assert output.features is not None
@@ -238,17 +234,7 @@ class Eagle3Draft(VocabularyDrafter):
     # --- files -----------------------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | Path, readme: str = "") -> None:
-        """Write config.json, model.safetensors and README.md, each atomically."""
-        config = {"drafter": "eagle3.Eagle3Draft", **dataclasses.asdict(self.config)}
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
-        write_folder(
-            Path(folder),
-            {
-                "model.safetensors": lambda path: save_file(tensors, path, metadata={"format": "pt"}),
-                "config.json": lambda path: path.write_text(json.dumps(config, indent=2) + "\n"),
-                "README.md": lambda path: path.write_text(readme),
-            },
-        )
+        save_draft(self, Path(folder), readme)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Eagle3Draft:
@@ -256,9 +242,7 @@ class Eagle3Draft(VocabularyDrafter):
 
         Raises DraftwrightError that names the missing, unexpected or wrongly shaped tensor or config key.
         """
-        draft = cls(parse_config(Eagle3Config, Path(folder)))
-        draft.load_state_dict(read_tensors(Path(folder), draft.state_dict()))
-        return draft
+        return open_draft(cls, Path(folder))
 
 
 class _TreeStep:
@@ -269,12 +253,12 @@ class _TreeStep:
         self.draft, self.keys, self.values = draft, state.keys, state.values
         self.committed = state.keys.shape[1]
         self.states = last  # row 0 is the last committed row, so tree row r lies at r + 1
-        self.visible = last.new_zeros(1, 0, dtype=torch.bool)
+        self.mask = LevelMask(last.device)
         self.depth = 0
 
     def __call__(self, tokens: Tensor, parent_rows: Tensor) -> Tensor:
         """Target ids [M] and their parents' row numbers [M] (-1: the root) -> log-probabilities [M, V_draft]."""
-        draft, layer, count = self.draft, self.draft.midlayer, tokens.numel()
+        draft, layer = self.draft, self.draft.midlayer
         assert draft._embed is not None
         embeds = draft._embed(tokens).to(self.states.dtype)
         residual, x = layer.inputs(embeds, self.states[parent_rows + 1])
@@ -282,11 +266,9 @@ class _TreeStep:
         key, value = layer.self_attn.key_value(x, positions)
         self.keys = torch.cat((self.keys, key.transpose(0, 1)), dim=1)
         self.values = torch.cat((self.values, value.transpose(0, 1)), dim=1)
-        own = torch.cat((self.visible[parent_rows + 1], torch.eye(count, dtype=torch.bool, device=tokens.device)), 1)
-        seen = torch.cat((own.new_ones(count, self.committed), own), dim=1)
+        seen = nn.functional.pad(self.mask.extend(parent_rows), (self.committed, 0), value=True)
         query = layer.self_attn.query(x, positions)
         fed, normed = draft.readout(layer.outputs(residual, attend(query, self.keys, self.values, seen)))
         self.states = torch.cat((self.states, fed))
-        self.visible = torch.cat((nn.functional.pad(self.visible, (0, count)), own))
         self.depth += 1
         return draft.lm_head(normed).float().log_softmax(-1)

@@ -1,0 +1,140 @@
+"""Medusa draft (arXiv:2401.10774, section 2.1): parallel heads on the target's last hidden state.
+
+    h_t                                    [H]   after the target's final norm; the target's own head predicts x[t+1]
+    q^i = softmax(head_i(h_t))             [V]   predicts x[t+2+i], i = 0 ... heads - 1
+    head_i(h) = W_i block_n(... block_1(h))      block(h) = h + SiLU(W h + b), W and b zero at first
+
+No head sees what another proposes, so every node of a level has the same children: a static tree is the Cartesian
+product of the heads' best tokens (section 2.1.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from spec_decode.checkpoint import open_draft, save_draft
+from spec_decode.drafter import Drafter, check_sizes
+from spec_decode.errors import DraftwrightError, check_positive, check_type
+from spec_decode.growth import grow
+from spec_decode.sampling import GREEDY, Sampling
+from spec_decode.target import Target, TargetOutput
+from spec_decode.tree import Tree, TreePlan
+
+
+@dataclass(frozen=True)
+class MedusaConfig:
+    """num_heads: tokens proposed beyond the target's own; num_layers: residual blocks in each head."""
+
+    hidden_size: int
+    vocab_size: int
+    num_heads: int = 4
+    num_layers: int = 1
+    target: str = ""
+    tokenizer: str = ""
+
+    def __post_init__(self) -> None:
+        check_positive(hidden_size=self.hidden_size, vocab_size=self.vocab_size, num_heads=self.num_heads)
+
+
+class MedusaBlock(nn.Module):
+    """h + SiLU(linear(h)), the identity at first: [..., H] -> [..., H]."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + F.silu(self.linear(hidden))
+
+
+class MedusaHead(nn.Module):
+    """num_layers residual blocks, then a linear layer to the vocabulary: [..., H] -> logits [..., V].
+
+    Raises TypeError and ValueError that name the argument.
+    """
+
+    def __init__(self, hidden_size: int, vocab_size: int, num_layers: int = 1) -> None:
+        super().__init__()
+        check_positive(hidden_size=hidden_size, vocab_size=vocab_size)
+        check_type("num_layers", num_layers, int, "an int")
+        if num_layers < 0:
+            raise DraftwrightError(f"num_layers must be at least 0, got {num_layers}")
+        self.blocks = nn.Sequential(*(MedusaBlock(hidden_size) for _ in range(num_layers)))
+        self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        check_type("hidden", hidden, Tensor, "a tensor [..., H]")
+        return self.lm_head(self.blocks(hidden))
+
+
+class MedusaDraftModel(Drafter):
+    """See the module's docstring. Decode with `speculative_decode`; the state is the last row of target states [H]."""
+
+    needs_last_hidden = True
+
+    def __init__(self, config: MedusaConfig) -> None:
+        check_type("config", config, MedusaConfig, "a MedusaConfig")
+        super().__init__()
+        self.config: MedusaConfig = config
+        self.heads = nn.ModuleList(
+            MedusaHead(config.hidden_size, config.vocab_size, config.num_layers) for _ in range(config.num_heads)
+        )
+
+    def bind(self, target: Target) -> None:
+        check_sizes(self.config, target.spec)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Target states [..., H] -> logits of every head [heads, ..., V]."""
+        check_type("hidden", hidden, Tensor, "a tensor [..., H]")
+        return torch.stack([head(hidden) for head in self.heads])
+
+    def init_head(self, head_weight: Tensor) -> None:
+        """Start every head from the target's own, [V, H]."""
+        with torch.no_grad():
+            for head in self.heads:
+                head.lm_head.weight.copy_(head_weight)  # type: ignore[operator,union-attr]
+
+    # --- decoding --------------------------------------------------------------------------------------------------
+
+    def start(self, output: TargetOutput, ids: Tensor) -> Tensor:
+        assert output.last_hidden is not None
+        return output.last_hidden[0, -1]
+
+    def propose(
+        self,
+        state: Tensor,
+        root: int,
+        plan: TreePlan,
+        sampling: Sampling = GREEDY,
+        generator: torch.Generator | None = None,
+    ) -> Tree:
+        plan = plan.cut(self.config.num_heads)
+        hidden = state.to(self.heads[0].lm_head.weight.dtype)  # type: ignore[union-attr,arg-type]
+        levels = iter(self(hidden).float().log_softmax(-1))
+
+        def step(tokens: Tensor, parent_rows: Tensor) -> Tensor:
+            return next(levels).expand(tokens.numel(), -1)
+
+        return grow(next(levels), step, plan, root, sampling=sampling, generator=generator)
+
+    def commit(self, state: Tensor, tree: Tree, path: Tensor, output: TargetOutput) -> Tensor:
+        assert output.last_hidden is not None
+        return output.last_hidden[0, path[-1]]
+
+    # --- files -----------------------------------------------------------------------------------------------------
+
+    def save_pretrained(self, folder: str | Path, readme: str = "") -> None:
+        """Write config.json, model.safetensors and README.md, which `spec_decode.drafters.load_draft` opens."""
+        save_draft(self, Path(folder), readme)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> MedusaDraftModel:
+        """Load a folder written by `save_pretrained`; errors as in `Eagle3Draft.from_pretrained`."""
+        return open_draft(cls, Path(folder))
