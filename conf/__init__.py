@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import functools
+import json
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
@@ -21,6 +23,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from conf.check import build
 from spec_decode.errors import DraftwrightError
+from spec_decode.tree_file import read_tree
 
 Verb = tuple[str, Callable[[DictConfig], Any]]  # config name in conf/, function that runs it
 
@@ -38,7 +41,10 @@ def launch(package: str, verbs: dict[str, Verb], argv: list[str]) -> None:
     if first and not named and "=" not in first and first[0] not in "-+~":
         fail(package, f"there is no verb '{first}'; choose from: {', '.join(verbs)}")
     config_name, run = verbs[first if named else next(iter(verbs))]
-    words = [expand_home(word) for word in (argv[2:] if named else argv[1:])]
+    try:
+        words = [word for given in (argv[2:] if named else argv[1:]) for word in expand_tree(expand_home(given))]
+    except DraftwrightError as error:
+        fail(package, str(error))
     sys.argv = [f"python -m {package}{f' {first}' if named else ''}", *words]
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises instead of printing several lines
 
@@ -74,6 +80,19 @@ def expand_home(word: str) -> str:
     """An override whose value starts with ~, as the shell expands it elsewhere (Hydra can't even parse it)."""
     key, equals, value = word.partition("=")
     return f"{key}={os.path.expanduser(value)}" if equals and value.startswith("~") else word
+
+
+def expand_tree(word: str) -> list[str]:
+    """tree=FILE.json as the choice of a sparse tree with the paths that the file holds."""
+    key, _, value = word.partition("=")
+    if key != "tree" or not value.endswith(".json"):
+        return [word]
+    tree = read_tree(Path(value))
+    return [
+        "tree=sparse",
+        f"tree.paths={json.dumps(tree.paths, separators=(',', ':'))}",
+        f"tree.siblings={tree.siblings}",
+    ]
 
 
 def refuse_additions(overrides: Iterable[str]) -> None:

@@ -97,12 +97,12 @@ def check_lengths(name: str, prompts: Sequence[Tensor], max_positions: int) -> N
 def _timed(
     decode: Callable[[Tensor, torch.Generator], DecodeResult], ids: Tensor, generator: torch.Generator
 ) -> tuple[DecodeResult, float]:
-    begin = _now()
+    begin = now()
     result = decode(ids, generator)
-    return result, _now() - begin
+    return result, now() - begin
 
 
-def _now() -> float:
+def now() -> float:
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return time.perf_counter()

@@ -7,15 +7,24 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from conf import launch
+from conf import Verb, launch
 from eval.run import run
+from eval.simulate import run as run_simulate
 from eval.toy import run as run_toy
+from eval.tune import run as run_tune
+
+VERBS: dict[str, Verb] = {
+    "run": ("eval", run),
+    "simulate": ("simulate", run_simulate),
+    "toy": ("toy", run_toy),
+    "tune": ("tune", run_tune),
+}
 
 
 def main() -> None:
     """Start the verb that the command line names."""
     OmegaConf.register_new_resolver("draft_name", draft_name, replace=True)
-    launch("eval", {"run": ("eval", run), "toy": ("toy", run_toy)}, sys.argv)
+    launch("eval", VERBS, sys.argv)
 
 
 def draft_name(checkpoint: str | None) -> str:

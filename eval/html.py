@@ -146,7 +146,7 @@ def _differences(benchmarks: dict[str, dict[str, Any]], dtype: str) -> str:
     items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
     return (
         "<h2>Outputs that differ from plain decoding</h2><p>A pass over many tokens rounds otherwise than a pass over "
-        "one, so two almost equally likely tokens can change places; a gap below 0.001 counts as such a near-tie.</p>"
+        "one, so two almost equally likely tokens can change places: a near-tie.</p>"
         f"<ul>{items}</ul>"
     )
 

@@ -1,9 +1,10 @@
-"""The three plots of the report, drawn with matplotlib and returned as SVG text to stand inside the page."""
+"""The plots of the reports, drawn with matplotlib and returned as SVG text to stand inside a page."""
 
 from __future__ import annotations
 
 import io
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
@@ -85,6 +86,19 @@ def time_plot(benchmarks: dict[str, dict[str, Any]], baseline_s: dict[str, float
         axes.set_xlim(0, axes.get_xlim()[1] * 1.5)  # room for the labels
         axes.grid(visible=False, axis="y")
         return _svg(figure, axes, True, columns=3)
+
+
+def tuning_plot(nodes: Sequence[int], taus: Sequence[float], speedups: Sequence[float]) -> str:
+    """Expected acceptance length and speedup of the fastest tree for each number of nodes."""
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _figure()
+        axes.plot(nodes, taus, color=COLOURS[1], label="τ", linewidth=2)
+        axes.plot(nodes, speedups, color=COLOURS[0], label="speedup", linewidth=2)
+        best = max(range(len(nodes)), key=lambda i: speedups[i])
+        axes.plot(nodes[best], speedups[best], marker="o", color=COLOURS[0])
+        axes.annotate(f"{nodes[best]} nodes", (nodes[best], speedups[best]), (4, 6), textcoords="offset points", size=8)
+        axes.set(xlabel="nodes, root included")
+        return _svg(figure, axes, True)
 
 
 def _cycle(benchmarks: dict[str, Any]) -> list[str]:

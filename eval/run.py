@@ -26,8 +26,8 @@ from eval.examples import Example, make_example
 from eval.html import page
 from eval.report import describe_tree, environment, show
 from eval.settings import EvalSettings
-from eval.tau import at_least_fp32, baseline_s_per_forward, differences, partings, summarise
-from spec_decode.checkpoint import write_folder
+from eval.tau import at_least_fp32, baseline_s_per_forward, differences, partings, refuse_unexplained, summarise
+from spec_decode.checkpoint import as_text, write_folder
 from spec_decode.drafter import Drafter
 from spec_decode.drafters import load_draft
 from spec_decode.errors import DraftwrightError
@@ -99,9 +99,9 @@ def evaluate(
     for name, prompts in ids.items():
         check_lengths(name, prompts, target.spec.max_positions)
     pairs: dict[str, list[Pair]] = {}
-    with _progress() as progress:
+    with progress() as bar:
         for name, prompts in ids.items():
-            task = progress.add_task(name, total=len(prompts))
+            task = bar.add_task(name, total=len(prompts))
             pairs[name] = measure(
                 target,
                 draft,
@@ -112,7 +112,7 @@ def evaluate(
                 seed=seed,
                 lossy=lossy,
                 warm_up=not pairs,
-                advance=partial(progress.advance, task),
+                advance=partial(bar.advance, task),
             )
     settings = {"max_new_tokens": max_new_tokens, "top_k": sampling.top_k, "top_p": sampling.top_p, "seed": seed}
     numbers = {name: _numbers(found, sampling) for name, found in pairs.items()}
@@ -132,9 +132,10 @@ def evaluate(
     if any(one["differences"] for one in numbers.values()):
         exact = at_least_fp32(target)
         for name, found in pairs.items():
-            numbers[name]["differences"] = differences(exact, found)
+            numbers[name]["differences"] = differences(exact, found, target.dtype)
         write()
     _show(report, Path(output_dir))
+    refuse_unexplained(numbers, target.dtype)
     return report
 
 
@@ -166,7 +167,7 @@ def _examples(
     ]
 
 
-def _progress() -> Progress:
+def progress() -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -179,11 +180,7 @@ def _progress() -> Progress:
 def _write(report: dict[str, Any], examples: list[Example], baseline_s: dict[str, float], folder: Path) -> None:
     text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     files = {"report.json": text, "report.html": page(report, examples, baseline_s)}
-    write_folder(folder, {name: partial(_write_text, text) for name, text in files.items()})
-
-
-def _write_text(text: str, path: Path) -> None:
-    path.write_text(text, encoding="utf-8")
+    write_folder(folder, {name: as_text(text) for name, text in files.items()})
 
 
 def _show(report: dict[str, Any], folder: Path) -> None:

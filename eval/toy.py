@@ -157,7 +157,9 @@ def _leviathan(target: Target, seed: int) -> Drafter:
 
 
 TARGETS: dict[str, Callable[[int, int], Target]] = {
-    "transformer": lambda vocab_size, seed: MultiLayerCausalLM(vocab_size, seed=seed, std=1.0),  # as sure as real models
+    "transformer": lambda vocab_size, seed: MultiLayerCausalLM(
+        vocab_size, seed=seed, std=1.0
+    ),  # as sure as real models
     "bigram": _bigram,
 }
 DRAFTS: dict[str, Callable[[Target, int], Drafter]] = {"eagle3": _eagle3, "medusa": _medusa, "leviathan": _leviathan}

@@ -30,8 +30,8 @@ def save_draft(draft: nn.Module, folder: Path, readme: str) -> None:
         folder,
         {
             "model.safetensors": lambda path: save_file(tensors, path, metadata={"format": "pt"}),
-            "config.json": lambda path: path.write_text(json.dumps(config, indent=2) + "\n"),
-            "README.md": lambda path: path.write_text(readme),
+            "config.json": as_text(json.dumps(config, indent=2) + "\n"),
+            "README.md": as_text(readme),
         },
     )
 
@@ -102,6 +102,11 @@ def write_folder(folder: Path, writers: Mapping[str, Callable[[Path], Any]]) -> 
             write_atomically(folder / name, write)
     except (OSError, SafetensorError) as error:
         raise DraftwrightError(f"could not write to {folder} ({error}): free space or choose another folder") from error
+
+
+def as_text(content: str) -> Callable[[Path], Any]:
+    """What writes this text to a path, for `write_folder` and `write_atomically`."""
+    return lambda path: path.write_text(content, encoding="utf-8")
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:

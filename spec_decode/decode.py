@@ -4,7 +4,8 @@ steps of the loop."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from spec_decode.lossy import LossyTypicalAcceptance
 from spec_decode.rounds import Rounds, Running
 from spec_decode.sampling import GREEDY, Sampling
 from spec_decode.target import Target, check_target
-from spec_decode.tree import DynamicTree, StaticTree, TreePlan, chain
+from spec_decode.tree import DynamicTree, Ranks, SparseTree, StaticTree, TreePlan, chain
+from spec_decode.tree_file import read_tree
 
 Prompt = Sequence[int] | Tensor
 
@@ -29,8 +31,8 @@ class DecodeResult:
 
     For each round after the prefill, which yields the first token: accepted, the drafts accepted without the round's
     last token (the bonus token, or a drafted end-of-turn), not cut at max_new_tokens; offered, the depth of the tree
-    (up to a drafted end-of-turn). prefill_seconds includes the draft's start. The seconds of a batch are those of all
-    its sequences together, while this one was among them.
+    (up to a drafted end-of-turn); ranks, of the accepted nodes among their siblings. prefill_seconds includes the
+    draft's start. The seconds of a batch are those of all its sequences together, while this one was among them.
     """
 
     tokens: list[int]
@@ -39,6 +41,7 @@ class DecodeResult:
     prefill_seconds: float
     draft_seconds: float
     verify_seconds: float
+    ranks: list[Ranks] = field(default_factory=list)
 
     @property
     def rounds(self) -> int:
@@ -77,7 +80,7 @@ def speculative_decode(
     draft: Drafter,
     input_ids: Prompt,
     *,
-    tree: TreePlan | Sequence[int],
+    tree: TreePlan | Sequence[int] | str | Path,
     max_new_tokens: int,
     sampling: Sampling = GREEDY,
     eos_token_ids: Iterable[int] | None = None,
@@ -104,7 +107,7 @@ def eagle3_decode(
     draft: Eagle3Draft,
     input_ids: Prompt,
     *,
-    tree: TreePlan | Sequence[int],
+    tree: TreePlan | Sequence[int] | str | Path,
     max_new_tokens: int,
     sampling: Sampling = GREEDY,
     eos_token_ids: Iterable[int] | None = None,
@@ -162,7 +165,7 @@ def batch_decode(
     draft: Drafter | None,
     prompts: Sequence[Prompt],
     *,
-    tree: TreePlan | Sequence[int],
+    tree: TreePlan | Sequence[int] | str | Path,
     max_new_tokens: int,
     sampling: Sampling = GREEDY,
     eos_token_ids: Iterable[int] | None = None,
@@ -172,7 +175,8 @@ def batch_decode(
     """Decode prompts of any lengths together; each result is that of its prompt alone.
 
     The output has the distribution of plain decoding, at temperature 0 its tokens; draft None is plain decoding.
-    prompts: each a list, or int64 [T] or [1, T]; tree: a plan, or a list of branching factors for a static tree;
+    prompts: each a list, or int64 [T] or [1, T]; tree: a plan, a list of branching factors for a static tree, or a
+    file that `python -m eval tune` wrote;
     eos_token_ids: None takes the target's, () none; generators: one on the CPU for each prompt; lossy: gives up
     exactness (`spec_decode.lossy`). A sequence stops at end-of-turn, at max_new_tokens exactly, or when the target's
     context is full. Raises TypeError and ValueError that name the argument.
@@ -211,13 +215,17 @@ def _result(sequence: Running, max_new_tokens: int) -> DecodeResult:
         sequence.prefill_seconds,
         sequence.draft_seconds,
         sequence.verify_seconds,
+        sequence.ranks,
     )
 
 
-def _plan(tree: TreePlan | Sequence[int]) -> TreePlan:
+def _plan(tree: TreePlan | Sequence[int] | str | Path) -> TreePlan:
     if isinstance(tree, list | tuple) and all(type(width) is int for width in tree):
         return StaticTree(tuple(tree))
-    check_type("tree", tree, DynamicTree | StaticTree, "a DynamicTree, a StaticTree or a list of ints")
+    if isinstance(tree, str | Path):
+        return read_tree(Path(tree))
+    wanted = "a DynamicTree, a StaticTree, a SparseTree, a list of ints or a tree file"
+    check_type("tree", tree, DynamicTree | StaticTree | SparseTree, wanted)
     return tree  # type: ignore[return-value]
 
 

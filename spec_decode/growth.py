@@ -1,8 +1,8 @@
 """Growing a draft tree from a draft's log-probabilities; knows no model.
 
 EAGLE-2's dynamic tree (arXiv:2406.16858, section 4) scores a node by the sum of log q along its path, expands the
-best nodes level by level and keeps the best of all nodes generated. A static tree gives each node of a level the same
-number of children, the most probable ones or drawn ones (`spec_decode.tree` has the rules).
+best nodes level by level and keeps the best of all nodes generated. A fixed shape says how many children each node
+has, the most probable ones or drawn ones (`spec_decode.tree` has the rules).
 
 Nodes live in Python lists until the end: a level has at most a few dozen, and each tensor call costs more than that.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from spec_decode.sampling import GREEDY, Sampling, probabilities, sample, siblings
-from spec_decode.tree import StaticTree, Tree, TreePlan
+from spec_decode.tree import DynamicTree, Ranks, Tree, TreePlan
 
 Step = Callable[[Tensor, Tensor], Tensor]
 
@@ -63,29 +63,31 @@ def grow(
     """
     drawn = plan.siblings != "top_k" and not sampling.greedy
     choose = partial(_draw, rule=plan.siblings, sampling=sampling, generator=generator) if drawn else _top_k
-    widths = plan.branching if isinstance(plan, StaticTree) else (plan.top_k,) * plan.depth
     tokens, parent, log_q, score = [root], [-1], [0.0], [0.0]  # every node generated, siblings in order
+    ranks: list[Ranks] = [()]
     q: list[Tensor] = []
     row = {0: -1}  # node -> row in which the draft ran it
     level, logp = [0], root_logp[None]
     kept: set[int] = set()
-    for depth, width in enumerate(widths, start=1):
+    for depth in range(1, plan.depth + 1):
         first = len(tokens)
-        for node, children in zip(level, choose(logp, width, vocabulary), strict=True):
-            tokens += children.tokens
-            parent += [node] * len(children.tokens)
-            log_q += children.log_q
-            score += [score[node] + value for value in children.log_q]
-            q += children.q
+        widths = [plan.top_k if isinstance(plan, DynamicTree) else plan.width(ranks[node]) for node in level]
+        for node, width, children in zip(level, widths, choose(logp, max(widths), vocabulary), strict=True):
+            tokens += children.tokens[:width]
+            log_q += children.log_q[:width]
+            score += [score[node] + value for value in children.log_q[:width]]
+            q += children.q[:width]
+            ranks += [(*ranks[node], rank) for rank in range(len(children.tokens[:width]))]
+            parent += [node] * (len(tokens) - len(parent))
         generated = range(first, len(tokens))
-        if isinstance(plan, StaticTree):
-            kept.update(generated)
-            level = list(generated)
-        else:
+        if isinstance(plan, DynamicTree):
             kept = set(_best([*kept, *generated], score, plan.nodes - 1))
             # Scores only fall along a path: what is out of the budget now has no descendant that could come in.
             level = [node for node in _best(generated, score, plan.top_k) if node in kept]
-        if depth == len(widths) or not level:
+        else:
+            kept.update(generated)
+            level = [node for node in generated if plan.width(ranks[node])]
+        if depth == plan.depth or not level:
             break
         parent_rows = [row[parent[node]] for node in level]
         row |= {node: len(row) - 1 + i for i, node in enumerate(level)}

@@ -21,7 +21,7 @@ from spec_decode.drafter import Drafter
 from spec_decode.lossy import LossyTypicalAcceptance, verify_lossy_typical
 from spec_decode.sampling import Probabilities, Sampling, choose
 from spec_decode.target import Cache, Target, TargetOutput
-from spec_decode.tree import Tree, TreePlan
+from spec_decode.tree import Ranks, Tree, TreePlan
 from spec_decode.verify import Verdict, verify, verify_greedy
 
 
@@ -38,6 +38,7 @@ class Running:
     verify_seconds: float = 0.0
     accepted: list[int] = field(default_factory=list)
     offered: list[int] = field(default_factory=list)
+    ranks: list[Ranks] = field(default_factory=list)
 
 
 class Rounds:
@@ -157,6 +158,7 @@ def _commit(sequence: Running, tree: Tree, verdict: Verdict, stop: frozenset[int
     sequence.tokens += [*new, verdict.bonus] if end is None else new[: end + 1]
     sequence.accepted.append(len(new) if end is None else end)
     sequence.offered.append(int(tree.depth().max()) if end is None else end)
+    sequence.ranks.append(tree.ranks(verdict.path.tolist())[: sequence.accepted[-1]])
     sequence.length += verdict.path.numel()
 
 

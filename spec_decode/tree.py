@@ -15,13 +15,17 @@ Dynamic trees keep nodes by their probability, which would bias drawn ones: they
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from spec_decode.errors import DraftwrightError, check_positive
+
+Ranks = tuple[int, ...]  # of a node and its ancestors among their siblings, the root's child first
 
 SIBLINGS = ("top_k", "without_replacement", "independent")
 
@@ -55,6 +59,11 @@ class Tree:
         for parent in self.parent.tolist():
             depth.append(depth[parent] + 1 if parent >= 0 else 0)
         return torch.tensor(depth)
+
+    def ranks(self, path: list[int]) -> Ranks:
+        """The place of each node of a path, root first, among its siblings; the root has none."""
+        parent = self.parent.tolist()
+        return tuple(parent[:node].count(parent[node]) for node in path[1:])
 
     def ancestor_mask(self) -> Tensor:
         """bool [N, N]: row sees column exactly when column is the row itself or one of its ancestors."""
@@ -118,12 +127,71 @@ class StaticTree:
         if not self.branching or min(self.branching) < 1:
             raise DraftwrightError(f"a static tree needs at least one level of at least one child, got {self}")
 
+    @property
+    def depth(self) -> int:
+        return len(self.branching)
+
+    def width(self, ranks: Ranks) -> int:
+        """Children of the node with these ranks on its path."""
+        return self.branching[len(ranks)] if len(ranks) < self.depth else 0
+
     def cut(self, depth: int) -> StaticTree:
         """The same plan with at most `depth` levels."""
         return replace(self, branching=self.branching[:depth])
 
 
-TreePlan = DynamicTree | StaticTree
+@dataclass(frozen=True)
+class SparseTree:
+    """A fixed shape whose nodes have different numbers of children (Medusa's sparse tree, arXiv:2401.10774, section
+    2.3.3). A node is its path of ranks: (0, 2) is the third child of the first child of the root.
+
+    Each parent and each sibling of a lower rank must be there too. Siblings as in `StaticTree`.
+    """
+
+    paths: tuple[Ranks, ...]
+    siblings: str = "top_k"
+
+    def __post_init__(self) -> None:
+        check_siblings(self.siblings)
+        paths = sorted({tuple(path) for path in self.paths}, key=lambda path: (len(path), path))
+        object.__setattr__(self, "paths", tuple(paths))
+        known = {(), *paths}
+        if not paths or () in paths or any(type(rank) is not int or rank < 0 for path in paths for rank in path):
+            raise DraftwrightError("a sparse tree needs at least one path, each of ranks that are 0 or more")
+        for path in paths:
+            needed = path[:-1] if path[-1] == 0 else (*path[:-1], path[-1] - 1)
+            if needed not in known:
+                raise DraftwrightError(f"a sparse tree has the path {list(path)} but not {list(needed)}: add it")
+
+    @property
+    def depth(self) -> int:
+        return len(self.paths[-1])
+
+    def width(self, ranks: Ranks) -> int:
+        """Children of the node with these ranks on its path."""
+        return self._widths.get(ranks, 0)
+
+    @cached_property
+    def _widths(self) -> Counter[Ranks]:
+        return Counter(path[:-1] for path in self.paths)
+
+    def cut(self, depth: int) -> SparseTree:
+        """The same plan with at most `depth` levels."""
+        return replace(self, paths=tuple(path for path in self.paths if len(path) <= depth))
+
+
+FixedTree = StaticTree | SparseTree
+TreePlan = DynamicTree | FixedTree
+
+
+def paths_of(plan: FixedTree) -> list[Ranks]:
+    """Every node of a fixed shape but the root, as its path of ranks, parents first."""
+    level: list[Ranks] = [()]
+    paths: list[Ranks] = []
+    while level:
+        level = [(*path, rank) for path in level for rank in range(plan.width(path))]
+        paths += level
+    return paths
 
 
 def chain(gamma: int, siblings: str = "top_k") -> StaticTree:

@@ -57,12 +57,12 @@ def run_eval(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Runs the command in an empty folder; overrides come after sensible ones."""
     monkeypatch.chdir(tmp_path)
 
-    def run(**overrides: Any) -> None:
+    def run(*verb: str, **overrides: Any) -> None:
         values = {
             "checkpoint": folders / "draft", "benchmark": "file", "path": folders / "prompts.jsonl", "target": "hf",
             "target.path": folders / "target", "target.dtype": "float64", "target.device": "cpu", "max_new_tokens": 12,
         } | {key.replace("__", "."): value for key, value in overrides.items()}  # fmt: skip
-        monkeypatch.setattr("sys.argv", ["eval", *(f"{key}={value}" for key, value in values.items())])
+        monkeypatch.setattr("sys.argv", ["eval", *verb, *(f"{key}={value}" for key, value in values.items())])
         main()
 
     return run
@@ -219,15 +219,28 @@ def test_fp32_copy_is_made_once_for_all_benchmarks(
 
     copies = []
     parting = {"prompt": 0, "position": 3, "baseline_token": 1, "token": 2, "logit_gap": None, "near_tie": None}
-    measured = parting | {"logit_gap": 0.5, "near_tie": False}
+    measured = parting | {"logit_gap": 0.0005, "near_tie": True}
     monkeypatch.setattr("eval.run.load_prompts", lambda name, path, limit: [[Message("user", name)]])
     monkeypatch.setattr("eval.run.partings", lambda pairs: [parting])
     monkeypatch.setattr("eval.run.at_least_fp32", lambda target: copies.append(target) or "exact")
-    monkeypatch.setattr("eval.run.differences", lambda target, pairs: [measured] if target == "exact" else [])
+    monkeypatch.setattr("eval.run.differences", lambda target, pairs, dtype: [measured] if target == "exact" else [])
     run_eval(benchmark="[a,b]", path="null", output_dir="here")
     report = json.loads((tmp_path / "here/report.json").read_text())
     assert [report["benchmarks"][name]["differences"] for name in "ab"] == [[measured], [measured]]
     assert len(copies) == 1
+
+
+def test_a_wrong_output_fails_after_the_reports_are_written(
+    run_eval: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    parting = {"prompt": 0, "position": 3, "baseline_token": 1, "token": 2, "logit_gap": 0.7, "near_tie": False}
+    monkeypatch.setattr("eval.run.partings", lambda pairs: [parting])
+    monkeypatch.setattr("eval.run.differences", lambda target, pairs, dtype: [parting])
+    with pytest.raises(SystemExit) as stopped:
+        run_eval(output_dir="here")
+    assert stopped.value.code == 2
+    assert "prompt 0 of file leaves plain decoding at token 3 with a logit gap of 0.7" in capsys.readouterr().err
+    assert json.loads((tmp_path / "here/report.json").read_text())["benchmarks"]["file"]["differences"] == [parting]
 
 
 def test_unreadable_prompts(
@@ -298,3 +311,24 @@ def test_a_dynamic_tree_says_why_it_cannot_draw_siblings(run_eval: Any, capsys: 
     with pytest.raises(SystemExit):
         run_eval(tree="dynamic", tree__siblings="independent")
     assert "it keeps nodes because of their probability" in capsys.readouterr().err
+
+
+def test_the_tree_file_is_what_eval_takes(run_eval: Any, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run_eval("tune", nodes=12, context=20)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "share accepted, by depth and rank" in told
+    (path,) = tmp_path.glob("outputs/tune/*/*/tree.json")
+    assert path.with_name("speedup.svg").read_text().startswith("<svg")
+    content = json.loads(path.read_text())
+    assert {"paths", "nodes", "expected_tau", "expected_speedup", "acceptance_by_rank", "verify_s"} <= content.keys()
+    run_eval(tree=path)
+    (report,) = tmp_path.glob("outputs/eval/*/*/report.json")
+    tree = json.loads(report.read_text())["tree"]
+    assert tree["kind"] == "sparse"
+    assert tree["paths"] == content["paths"]
+
+
+def test_a_missing_tree_file_is_one_sentence(run_eval: Any, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        run_eval(tree="nothing.json")
+    assert "eval: the tree file nothing.json can't be read" in capsys.readouterr().err

@@ -48,7 +48,13 @@ NEAR_TIE = {"prompt": 3, "position": 41, "baseline_token": 5, "token": 9, "logit
 
 
 def test_trees_and_environment_are_plain_json() -> None:
-    assert describe_tree(DynamicTree(2, 3, 5)) == {"kind": "dynamic", "depth": 2, "top_k": 3, "nodes": 5, "siblings": "top_k"}
+    assert describe_tree(DynamicTree(2, 3, 5)) == {
+        "kind": "dynamic",
+        "depth": 2,
+        "top_k": 3,
+        "nodes": 5,
+        "siblings": "top_k",
+    }
     assert describe_tree(StaticTree((2, 1))) == {"kind": "static", "branching": (2, 1), "siblings": "top_k"}
     facts = environment(torch.bfloat16, torch.device("cpu"), {"seed": 3})
     assert {"cpu", "cores", "threads", "torch", "transformers", "date", "command"} <= facts.keys()

@@ -11,8 +11,18 @@ import torch
 from transformers import LlamaForCausalLM
 
 from eval.bench import Pair
-from eval.tau import baseline_s_per_forward, differences, first_divergence, speedup_interval, summarise
+from eval.tau import (
+    NEAR_TIE,
+    at_least_fp32,
+    baseline_s_per_forward,
+    differences,
+    first_divergence,
+    refuse_unexplained,
+    speedup_interval,
+    summarise,
+)
 from spec_decode.decode import DecodeResult
+from spec_decode.errors import DraftwrightError
 from spec_decode.target_hf import HFTarget
 
 
@@ -92,7 +102,8 @@ def test_a_difference_names_its_place_and_its_logit_gap(
         make_pair([5, 6, 7], [5, 9, 7], [2], (1.0, 1.0)),
         make_pair([5, 6], [5, 6, 7], [2], (1.0, 1.0)),
     ]
-    found = differences(HFTarget(model, "tiny"), pairs)
+    target = HFTarget(model, "tiny")
+    found = differences(at_least_fp32(target), pairs, dtype)
     assert model.dtype == dtype  # the fp32 check leaves the target alone
     exact = model.to(torch.float32 if dtype == torch.bfloat16 else dtype)
     with torch.no_grad():
@@ -101,7 +112,7 @@ def test_a_difference_names_its_place_and_its_logit_gap(
     assert gap > 0.01
     assert found == [
         {"prompt": 1, "position": 1, "baseline_token": 6, "token": 9, "logit_gap": pytest.approx(gap, rel=1e-5),
-         "near_tie": False},
+         "near_tie": gap < NEAR_TIE[dtype]},
         {"prompt": 2, "position": 2, "baseline_token": None, "token": 7, "logit_gap": None, "near_tie": False},
     ]  # fmt: skip
 
@@ -110,6 +121,14 @@ def test_equal_logits_are_a_near_tie(tiny_llama: Callable[..., LlamaForCausalLM]
     model = tiny_llama(**FIELDS).double()
     with torch.no_grad():
         model.lm_head.weight[9] = model.lm_head.weight[6]
-    (found,) = differences(HFTarget(model, "tiny"), [make_pair([5, 6], [5, 9], [0], (1.0, 1.0))])
+    (found,) = differences(HFTarget(model, "tiny"), [make_pair([5, 6], [5, 9], [0], (1.0, 1.0))], torch.float64)
     assert found["logit_gap"] < 1e-9
     assert found["near_tie"]
+
+
+def test_what_rounding_does_not_explain_is_a_failure() -> None:
+    parted = {"prompt": 4, "position": 7, "baseline_token": 5, "token": 9, "logit_gap": 0.7, "near_tie": False}
+    tied, unknown = parted | {"near_tie": True}, parted | {"logit_gap": None, "near_tie": None}
+    refuse_unexplained({"mt_bench": {"differences": [tied, unknown]}}, torch.bfloat16)
+    with pytest.raises(DraftwrightError, match=r"prompt 4 of mt_bench leaves .* token 7 with a logit gap of 0.7, more"):
+        refuse_unexplained({"mt_bench": {"differences": [tied, parted]}}, torch.bfloat16)
