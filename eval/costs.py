@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ def measure_costs(target: Target, draft: Drafter, context: Tensor, nodes: int, d
     sizes = [2**power for power in range((nodes - 1).bit_length() + 1)]
     draft.bind(target)
     cache = target.new_cache()
-    options = {"cache": cache, "taps": draft.taps, "last_hidden": draft.needs_last_hidden}
+    options: dict[str, Any] = {"cache": cache, "taps": draft.taps, "last_hidden": draft.needs_last_hidden}
     output = target.forward(context[None], logits=slice(-1, None), **options)
     past = context.numel()
 

@@ -97,7 +97,7 @@ def tuning_plot(nodes: Sequence[int], taus: Sequence[float], speedups: Sequence[
         best = max(range(len(nodes)), key=lambda i: speedups[i])
         axes.plot(nodes[best], speedups[best], marker="o", color=COLOURS[0])
         axes.annotate(f"{nodes[best]} nodes", (nodes[best], speedups[best]), (4, 6), textcoords="offset points", size=8)
-        axes.set(xlabel="nodes, root included")
+        axes.set(xlabel="nodes at most, root included")
         return _svg(figure, axes, True)
 
 

@@ -78,10 +78,10 @@ def run(cfg: DictConfig) -> list[Simulated]:
     if settings.threshold is not None:
         if (pruned := prune(tree, table, settings.threshold)) is None:
             raise DraftwrightError(f"threshold={settings.threshold} drops every node: lower it")
-        shapes.insert(1, (f"tree, nodes above {settings.threshold:g}", pruned))
+        shapes.insert(1, (f"pruned at {settings.threshold:g}", pruned))
     if settings.nodes is not None:
         shapes += [(str(list(shape.branching)), shape) for shape in best_static(table, settings.nodes)]
-        shapes.append((f"best {settings.nodes} nodes of any shape", best_trees(table, settings.nodes)[-1]))
+        shapes.append((f"best {settings.nodes} nodes", best_trees(table, settings.nodes)[-1]))
     found = [simulate(name, plan, table, settings.rounds, random) for name, plan in shapes]
     _show(found, settings)
     drawn = [found[0], next(one for one in found if one.name.startswith("chain"))]
@@ -119,19 +119,16 @@ def simulate(name: str, plan: FixedTree, table: Table, rounds: int, random: np.r
 
 
 def _show(found: Sequence[Simulated], settings: SimulateSettings) -> None:
-    table = RichTable(box=SIMPLE_HEAD, pad_edge=False)
-    for column in (
-        "shape",
-        "nodes",
-        "tokens per step",
-        f"simulated, {settings.rounds:,} steps",
-        "of all steps: 0, 1, … accepted",
-    ):
-        table.add_column(column, justify="left" if column in ("shape",) else "right", overflow="fold")
+    table = RichTable("shape", box=SIMPLE_HEAD, pad_edge=False)
+    for column in ("nodes", "tokens per step", "simulated"):
+        table.add_column(column, justify="right")
     for one in found:
-        shares = " ".join(f"{share:.3f}" for share in one.lengths)
-        table.add_row(one.name, str(one.nodes), f"{one.expected:.4f}", f"{one.mean:.4f} ± {one.error:.4f}", shares)
-    console = Console()
+        table.add_row(one.name, str(one.nodes), f"{one.expected:.4f}", f"{one.mean:.4f} ± {one.error:.4f}")
+    console = Console(highlight=False)
     console.print(table)
+    console.print(f"simulated: {settings.rounds:,} steps, mean and standard error; share of them by drafts accepted:")
+    for one in found:
+        shares = ", ".join(f"{accepted}: {share:.3f}" for accepted, share in enumerate(one.lengths))
+        console.print(f"  {one.name}  {shares}")
     tree, line = found[0], next(one for one in found if one.name.startswith("chain"))
-    console.print(f"tree over chain: {tree.expected / line.expected:.3f}", highlight=False)
+    console.print(f"tree over chain: {tree.expected / line.expected:.3f}")

@@ -114,7 +114,8 @@ def run(cfg: DictConfig) -> Candidate:
         draft_s=costs.draft,
         environment=environment(target.dtype, target.device, {"benchmark": settings.benchmark}),
     )
-    svg = tuning_plot(*zip(*((one.nodes, one.tau, one.speedup) for one in candidates), strict=True))
+    budgets = range(2, settings.nodes + 1)
+    svg = tuning_plot(budgets, [one.tau for one in candidates], [one.speedup for one in candidates])
     write_folder(settings.output_dir, {"speedup.svg": as_text(svg)})
     _show(table, costs, candidates, best, settings.output_dir)
     return best
@@ -144,7 +145,8 @@ def acceptance_by_rank(results: Sequence[DecodeResult], plan: FixedTree) -> list
 
 
 def search(table: Sequence[Sequence[float]], costs: Costs, nodes: int) -> list[Candidate]:
-    """For every number of nodes up to `nodes`, root included: the fastest tree of any depth."""
+    """For 2, 3, … `nodes` nodes, root included: the fastest of the trees of any depth that yield most with at most so
+    many."""
     by_depth = [best_trees(table[:depth], nodes - 1) for depth in range(1, len(table) + 1)]
     fastest = []
     for trees in zip(*by_depth, strict=True):
@@ -166,13 +168,14 @@ def _show(
     for depth, row in enumerate(table, start=1):
         accepted.add_row(str(depth), *(f"{share:.3f}" for share in row))
     console.print("share accepted, by depth and rank", accepted)
-    sizes = {2**power for power in range(12)} | {best.nodes}
-    trees = RichTable("nodes", "depth", "τ", "draft ms", "verify ms", "speedup", box=SIMPLE_HEAD)
-    for one in candidates:
-        if one.nodes in sizes or one is candidates[-1]:
+    trees = RichTable("at most", "nodes", "depth", "τ", "draft ms", "verify ms", "speedup", box=SIMPLE_HEAD)
+    for budget, one in enumerate(candidates, start=2):
+        if budget & (budget - 1) == 0 or one is best or one is candidates[-1]:
             draft, verify = costs.draft[one.tree.depth - 1], costs.verify_at(one.nodes)
             cells = (f"{one.tau:.2f}", f"{1000 * draft:.1f}", f"{1000 * verify:.1f}", f"{one.speedup:.2f}×")
-            trees.add_row(str(one.nodes), str(one.tree.depth), *cells, style="bold" if one is best else None)
+            trees.add_row(
+                str(budget), str(one.nodes), str(one.tree.depth), *cells, style="bold" if one is best else None
+            )
     console.print("expected, by number of nodes (root included)", trees)
     for name in ("tree.json", "speedup.svg"):
         console.print(folder / name, soft_wrap=True, highlight=False)

@@ -191,7 +191,7 @@ def batch_decode(
             raise DraftwrightError("typical acceptance needs a temperature above 0: at 0 verification is exact anyway")
     plan = _plan(tree)
     ids = [_prompt(target, prompt, max_new_tokens) for prompt in prompts]
-    dice = list(generators) if generators is not None else [None] * len(ids)
+    dice: list[torch.Generator | None] = [None] * len(ids) if generators is None else list(generators)
     if len(dice) != len(ids):
         raise DraftwrightError(f"generators must be one for each of the {len(ids)} prompts, got {len(dice)}")
     if not ids:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import sha256
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -182,7 +183,7 @@ def _without_fp32_norms(model: LlamaForCausalLM) -> LlamaForCausalLM:
     for module in model.modules():
         for name, child in module.named_children():
             if type(child).__name__ == "LlamaRMSNorm":
-                weight = child.weight
-                norm = nn.RMSNorm(weight.numel(), eps=child.variance_epsilon, dtype=weight.dtype)
-                setattr(module, name, norm)
+                weight: Any = child.weight
+                eps: Any = child.variance_epsilon
+                setattr(module, name, nn.RMSNorm(weight.numel(), eps=eps, dtype=weight.dtype))
     return model

@@ -59,8 +59,9 @@ def test_costs_between_two_sizes_are_interpolated() -> None:
 def test_the_search_weighs_tokens_against_cost() -> None:
     table = [[0.5, 0.3, 0.1, 0.05], [0.4, 0.2, 0.1, 0.05]]
     found = search(table, COSTS, 8)
-    assert [one.nodes for one in found] == list(range(2, 9))
-    for one in found:
+    assert len(found) == 7
+    for budget, one in enumerate(found, start=2):
+        assert one.nodes <= budget
         assert one.tau == pytest.approx(expected_tokens(one.tree, table))
         assert one.speedup == pytest.approx(one.tau * 10 / COSTS.round(one.nodes, one.tree.depth))
     assert max(found, key=lambda one: one.speedup).nodes == 4  # five nodes and more cost too much
