@@ -17,13 +17,13 @@ from data.prepare import prepare
 from data.sources import Source
 from data.vocabulary import build_draft_vocabulary
 from spec_decode.drafters.eagle3 import Eagle3Draft
+from spec_decode.packaged import default_cache
 from spec_decode.target_hf import TargetSource, open_target
 from train.draft import build_draft
 from train.eagle3 import Eagle3Module
 from train.losses import soft_cross_entropy
 from train.optim import build_optimizer
 
-CACHE = "~/.cache/draftwright"
 BATCHES = 12
 DRAFT_VOCABULARY = 8_192
 
@@ -34,7 +34,8 @@ def main(max_length: int, steps: int, tokens: int) -> None:
     sequences = prepare(tokenizer, source, max_length=max_length, train_tokens=BATCHES * tokens, heldout_tokens=0).train
     vocabulary = build_draft_vocabulary(sequences, DRAFT_VOCABULARY, target.spec.vocab_size, ())
     draft = build_draft(Eagle3Draft, target, vocabulary.ids, "")
-    features = cached_features(target, sequences, draft.taps, CACHE, "benchmark")
+    features = cached_features(target, sequences, draft.taps, default_cache(), "benchmark")
+    captured = peak_memory()
     plan = training_plan(features.lengths, tokens, 0, epochs=1, max_steps=None)
     for name in ("adamw", "muon"):
         module = Eagle3Module(
@@ -58,7 +59,12 @@ def main(max_length: int, steps: int, tokens: int) -> None:
             f"{name:>6}: {seen / (time.perf_counter() - start):6.0f} tokens/s "
             f"({len(plan) - 2} steps, {supervised:.0%} of the tokens supervised, longest {max(features.lengths)})"
         )
-    print(f"peak resident memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB")
+    print(f"peak resident memory: {captured:.2f} GB when the features were captured, {peak_memory():.2f} GB in all")
+
+
+def peak_memory() -> float:
+    """Resident memory of this process at its highest, in GB (10^9 bytes)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # Linux counts KiB
 
 
 if __name__ == "__main__":

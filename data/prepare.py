@@ -115,7 +115,9 @@ def prepare(
         )
     sequences = _sequences(train.chats)
     if train_tokens is not None and len(sequences.ids) < train_tokens:
-        report.warnings.append(f"the data ended after {len(sequences.ids):,} of {train_tokens:,} training tokens")
+        report.warnings.append(
+            f"the data ended after {len(sequences.ids):,} of the {train_tokens:,} tokens to count or train on"
+        )
     return Prepared(sequences, _sequences(heldout.chats), report, [chat.prompt for chat in heldout.chats])
 
 

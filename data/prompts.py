@@ -72,6 +72,8 @@ def _from_file(path: Path) -> Iterator[list[Message]]:
 
 def _from_hub(benchmark: Benchmark, place: str) -> Iterator[list[Message]]:
     for row in load_from_hub(place, benchmark.config, benchmark.split, "path=FOLDER, or a file as path=FILE.jsonl"):
+        if not isinstance(row, dict) or not row.get(benchmark.field):
+            raise DraftwrightError(f"{place} holds a row without the field '{benchmark.field}': choose another path=…")
         value = row[benchmark.field]
         yield [Message("user", benchmark.before + (value[0] if isinstance(value, list) else value))]
 

@@ -106,10 +106,10 @@ def _lines(file: BinaryIO, report: ReadReport) -> Iterator[tuple[object, str]]:
             continue
         try:
             yield json.loads(line.decode("utf-8")), place
-        except UnicodeDecodeError:
-            report.drop("line is not UTF-8", place)
-        except (ValueError, RecursionError):
-            report.drop("line is not JSON", place)
+        except (ValueError, RecursionError) as error:
+            report.drop("line is not UTF-8" if isinstance(error, UnicodeDecodeError) else "line is not JSON", place)
+            if not line.endswith(b"\n"):
+                report.warnings.append(f"{file.name} is cut off at byte {file.tell()}, within line {number}")
 
 
 def _streamed(file: BinaryIO, prefix: str, report: ReadReport) -> Iterator[tuple[object, str]]:

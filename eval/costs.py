@@ -2,85 +2,97 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from eval.bench import now
 from spec_decode.drafter import Drafter
+from spec_decode.errors import DraftwrightError
+from spec_decode.rounds import run_trees
 from spec_decode.target import Target
-from spec_decode.tree import StaticTree, Tree, chain
+from spec_decode.tree import FixedTree, Tree, chain
 
 REPEATS = 9  # the median of them counts
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds. verify[i]: a pass of the target over sizes[i] tokens, mask and cache bookkeeping included;
-    draft[d - 1]: proposing a tree of d levels."""
+    """Seconds of a pass of the target, verify[i], and of drafting the tree of d levels that was asked about,
+    draft[d - 1][i], both for sizes[i] nodes, root included."""
 
     sizes: list[int]
     verify: list[float]
-    draft: list[float]
-
-    def round(self, nodes: int, depth: int) -> float:
-        """One round with a tree of `nodes` nodes, root included; passes of other sizes are interpolated."""
-        return self.draft[depth - 1] + self.verify_at(nodes)
+    draft: list[list[float]]
 
     def verify_at(self, nodes: int) -> float:
-        """A pass over this many tokens."""
-        above = next(i for i, size in enumerate(self.sizes) if size >= nodes)
-        if self.sizes[above] == nodes:
-            return self.verify[above]
-        share = (nodes - self.sizes[above - 1]) / (self.sizes[above] - self.sizes[above - 1])
-        return self.verify[above - 1] + share * (self.verify[above] - self.verify[above - 1])
+        """A pass over this many tokens, interpolated between the sizes that were measured."""
+        return float(np.interp(nodes, self.sizes, self.verify))
+
+    def draft_at(self, nodes: int, depth: int) -> float:
+        """Drafting a tree of so many nodes and levels, likewise."""
+        return float(np.interp(nodes, self.sizes, self.draft[depth - 1]))
+
+    def round(self, nodes: int, depth: int) -> float:
+        """Drafting and verifying."""
+        return self.draft_at(nodes, depth) + self.verify_at(nodes)
 
 
 @torch.inference_mode()
-def measure_costs(target: Target, draft: Drafter, context: Tensor, nodes: int, depth: int, width: int) -> Costs:
-    """Time passes after the prompt `context` [P]. width: children per level of the trees that the draft is timed on."""
-    sizes = [2**power for power in range((nodes - 1).bit_length() + 1)]
+def measure_costs(target: Target, draft: Drafter, context: Tensor, trees: Sequence[Sequence[FixedTree]]) -> Costs:
+    """Time passes after the prompt `context` [P].
+
+    trees[d - 1][n - 1]: what would be drafted with d levels and n nodes below the root. Sizes are the powers of two up
+    to the largest. Raises DraftwrightError where the target or the draft can't hold the context and the tree.
+    """
+    nodes, past = len(trees[0]) + 1, context.numel()
+    if past + nodes > target.spec.max_positions:
+        raise DraftwrightError(
+            f"context={past} and nodes={nodes} exceed the {target.spec.max_positions} positions of the target: lower "
+            "them"
+        )
+    sizes = [*(2**power for power in range((nodes - 1).bit_length())), nodes]
+    draft.to(target.device)
     draft.bind(target)
     cache = target.new_cache()
-    options: dict[str, Any] = {"cache": cache, "taps": draft.taps, "last_hidden": draft.needs_last_hidden}
-    output = target.forward(context[None], logits=slice(-1, None), **options)
-    past = context.numel()
+    wanted: dict[str, Any] = {"cache": cache, "taps": draft.taps, "last_hidden": draft.needs_last_hidden}
+    output = target.forward(context[None], **wanted)
+    root = int(context[0])
 
     def verify(size: int) -> None:
-        tree = Tree(context[:1].repeat(size).cpu(), torch.arange(-1, size - 1).clamp(max=0))  # a root and its children
-        mask = tree.ancestor_mask().to(context.device) if size > 1 else None
-        target.forward(
-            tree.tokens[None].to(context.device),
-            positions=(past + tree.depth())[None].to(context.device),
-            mask=mask,
-            logits=slice(None),
-            **options,
-        )
+        parent = torch.arange(-1, size - 1).clamp(max=0)  # a root and its children
+        run_trees(target, [Tree(torch.full((size,), root), parent)], [past], **wanted)
         cache.keep([past], past, [torch.empty(0, dtype=torch.int64)])
 
     # A round's draft starts from the few rows that the last round left, not from the whole prompt.
     state = draft.start(output, context)
-    root = int(context[0])
     tree = draft.propose(state, root, chain(1))
-    step = target.forward(context[None, :1], **options)
-    state = draft.commit(state, tree, torch.tensor([0]), step)
-    plans = [StaticTree((width, *(1,) * (levels - 1))) for levels in range(1, depth + 1)]
+    state = draft.commit(state, tree, torch.tensor([0]), target.forward(context[None, :1], **wanted))
+    cache.keep([past], past, [torch.empty(0, dtype=torch.int64)])
+
+    def drafting(plan: FixedTree) -> float:
+        # Proposing moves the state on, so each time gets its own.
+        return _median(lambda own: draft.propose(own, root, plan), lambda: copy.deepcopy(state))
+
     return Costs(
         sizes,
-        [_median(partial(verify, size)) for size in sizes],
-        [_median(partial(draft.propose, state, root, plan)) for plan in plans],
+        [_median(lambda _, size=size: verify(size)) for size in sizes],  # type: ignore[misc]
+        [[drafting(of_depth[max(size - 2, 0)]) for size in sizes] for of_depth in trees],
     )
 
 
-def _median(action: Callable[[], object]) -> float:
+def _median(action: Callable[[Any], object], prepare: Callable[[], Any] = lambda: None) -> float:
+    """Median seconds of action(prepare()), the preparation not counted."""
     seconds: list[float] = []
     for _ in range(REPEATS + 1):
+        prepared = prepare()
         begin = now()
-        action()
+        action(prepared)
         seconds.append(now() - begin)
     return statistics.median(seconds[1:])  # the first one warms up

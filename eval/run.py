@@ -48,7 +48,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     prompts = {name: load_prompts(name, settings.path, settings.limit) for name in settings.benchmarks}
     target, tokenizer = open_target(settings.target)  # last, because it takes long
     fit_draft(draft, target, tokenizer, str(settings.checkpoint))
-    return evaluate(
+    report = evaluate(
         target,
         tokenizer,
         draft,
@@ -61,6 +61,8 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         draft_name=settings.draft_name,
         lossy=LossyTypicalAcceptance() if settings.acceptance == "lossy_typical" else None,
     )
+    refuse_unexplained(report["benchmarks"], target.dtype)
+    return report
 
 
 def fit_draft(draft: Drafter, target: HFTarget, tokenizer: PreTrainedTokenizerBase, folder: str) -> None:
@@ -135,7 +137,6 @@ def evaluate(
             numbers[name]["differences"] = differences(exact, found, target.dtype)
         write()
     _show(report, Path(output_dir))
-    refuse_unexplained(numbers, target.dtype)
     return report
 
 

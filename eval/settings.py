@@ -39,6 +39,8 @@ class EvalSettings:
             raise DraftwrightError(
                 f"path=… holds the prompts of one benchmark, but {len(self.benchmarks)} are chosen: name one"
             )
+        if self.acceptance == "lossy_typical" and self.temperature == 0:
+            raise DraftwrightError("acceptance=lossy_typical needs a temperature above 0: at 0 nothing is drawn")
         check_device(self.target.device)
 
     @property

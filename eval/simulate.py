@@ -22,6 +22,7 @@ from spec_decode.search import (
     Table,
     best_trees,
     expected_tokens,
+    length_distribution,
     prune,
     rank_table,
     static_shapes,
@@ -54,14 +55,15 @@ class SimulateSettings:
 
 @dataclass(frozen=True)
 class Simulated:
-    """One shape: tokens per step in closed form and simulated, with the standard error of the latter; shares of the
-    steps that accepted 0, 1, … drafts."""
+    """One shape: tokens per step in closed form and simulated, with the standard error of the latter; the share of
+    the steps that accept 0, 1, … drafts, likewise."""
 
     name: str
     nodes: int
     expected: float
     mean: float
     error: float
+    expected_lengths: list[float]
     lengths: list[float]
 
 
@@ -72,20 +74,19 @@ def run(cfg: DictConfig) -> list[Simulated]:
     random = np.random.default_rng(settings.seed)
     tree = StaticTree(settings.shape)
     shapes: list[tuple[str, FixedTree]] = [
-        (f"tree {list(settings.shape)}", tree),
         (f"chain of {tree.depth}", chain(tree.depth)),
+        (f"tree {list(settings.shape)}", tree),
     ]
     if settings.threshold is not None:
         if (pruned := prune(tree, table, settings.threshold)) is None:
             raise DraftwrightError(f"threshold={settings.threshold} drops every node: lower it")
-        shapes.insert(1, (f"pruned at {settings.threshold:g}", pruned))
+        shapes.append((f"pruned at {settings.threshold:g}", pruned))
     if settings.nodes is not None:
         shapes += [(str(list(shape.branching)), shape) for shape in best_static(table, settings.nodes)]
         shapes.append((f"best {settings.nodes} nodes", best_trees(table, settings.nodes)[-1]))
     found = [simulate(name, plan, table, settings.rounds, random) for name, plan in shapes]
     _show(found, settings)
-    drawn = [found[0], next(one for one in found if one.name.startswith("chain"))]
-    svg = histogram_plot({one.name: {"accept_length_histogram": one.lengths} for one in drawn})
+    svg = histogram_plot({one.name: {"accept_length_histogram": one.lengths} for one in found[:2]})
     write_folder(settings.output_dir, {"lengths.svg": as_text(svg)})
     print(settings.output_dir / "lengths.svg")
     return found
@@ -98,7 +99,10 @@ def best_static(table: Table, nodes: int) -> list[StaticTree]:
     def tokens(shape: StaticTree) -> float:
         return float(1 + np.cumprod([levels[i][width - 1] for i, width in enumerate(shape.branching)]).sum())
 
-    return sorted(static_shapes(nodes, len(table)), key=lambda shape: (-tokens(shape), len(paths_of(shape))))[:SHAPES]
+    def size(shape: StaticTree) -> int:
+        return int(np.cumprod(shape.branching).sum())
+
+    return sorted(static_shapes(nodes, len(table)), key=lambda shape: (-tokens(shape), size(shape)))[:SHAPES]
 
 
 def simulate(name: str, plan: FixedTree, table: Table, rounds: int, random: np.random.Generator) -> Simulated:
@@ -115,7 +119,8 @@ def simulate(name: str, plan: FixedTree, table: Table, rounds: int, random: np.r
     mean = float(accepted @ values / rounds)
     error = float(np.sqrt(accepted @ (values - mean) ** 2 / max(1, rounds - 1) / rounds))
     shares = (accepted / rounds).tolist()
-    return Simulated(name, len(paths_of(plan)), expected_tokens(plan, table), mean, error, shares)
+    exact = length_distribution(plan, table)
+    return Simulated(name, len(paths_of(plan)), expected_tokens(plan, table), mean, error, exact, shares)
 
 
 def _show(found: Sequence[Simulated], settings: SimulateSettings) -> None:
@@ -126,9 +131,10 @@ def _show(found: Sequence[Simulated], settings: SimulateSettings) -> None:
         table.add_row(one.name, str(one.nodes), f"{one.expected:.4f}", f"{one.mean:.4f} ± {one.error:.4f}")
     console = Console(highlight=False)
     console.print(table)
-    console.print(f"simulated: {settings.rounds:,} steps, mean and standard error; share of them by drafts accepted:")
+    console.print(f"simulated: {settings.rounds:,} steps, mean ± standard error; share of steps by drafts accepted:")
     for one in found:
-        shares = ", ".join(f"{accepted}: {share:.3f}" for accepted, share in enumerate(one.lengths))
+        pairs = enumerate(zip(one.expected_lengths, one.lengths, strict=True))
+        shares = ", ".join(f"{accepted}: {exact:.3f} ({seen:.3f})" for accepted, (exact, seen) in pairs)
         console.print(f"  {one.name}  {shares}")
-    tree, line = found[0], next(one for one in found if one.name.startswith("chain"))
+    line, tree = found[:2]
     console.print(f"tree over chain: {tree.expected / line.expected:.3f}")

@@ -112,10 +112,12 @@ def refuse_unexplained(benchmarks: Mapping[str, dict[str, Any]], dtype: torch.dt
     for name, numbers in benchmarks.items():
         for difference in numbers["differences"]:
             if difference["near_tie"] is False:
+                gap = difference["logit_gap"]
+                how = "where one of both ends" if gap is None else f"with a logit gap of {gap:.3g}"
                 raise DraftwrightError(
                     f"prompt {difference['prompt']} of {name} leaves plain decoding at token {difference['position']} "
-                    f"with a logit gap of {difference['logit_gap']}, more than the {NEAR_TIE[dtype]} that rounding "
-                    "explains: the target's passes over one and over many tokens disagree; please report it"
+                    f"{how}; rounding explains gaps below {NEAR_TIE[dtype]} only, so the target's passes over one and "
+                    "over many tokens disagree: please report it"
                 )
 
 

@@ -19,6 +19,7 @@ from spec_decode.drafters.eagle3 import Eagle3Config, Eagle3Draft
 from spec_decode.drafters.leviathan import LanguageModelDraft
 from spec_decode.drafters.medusa import MedusaConfig, MedusaDraftModel
 from spec_decode.errors import DraftwrightError
+from spec_decode.rounds import run_trees
 from spec_decode.sampling import Sampling, choose, probabilities
 from spec_decode.target import Target
 from spec_decode.toy import BigramLM, MultiLayerCausalLM
@@ -57,7 +58,7 @@ def run(cfg: DictConfig) -> Round:
         raise DraftwrightError(f"prompt={list(settings.prompt)} must hold tokens from 0 to {settings.vocab_size - 1}")
     torch.manual_seed(settings.seed)
     target = TARGETS[settings.model](settings.vocab_size, settings.seed)
-    draft = DRAFTS[settings.draft](target, settings.seed)
+    draft = DRAFTS[settings.draft](target)
     played = play(
         target,
         draft,
@@ -81,13 +82,7 @@ def play(
     assert output.logits is not None
     root = choose(output.logits[0, -1], sampling, generator)
     tree = draft.propose(draft.start(output, ids), root, plan, sampling, generator)
-    output = target.forward(
-        tree.tokens[None],
-        cache=cache,
-        positions=(ids.numel() + tree.depth())[None],
-        mask=tree.ancestor_mask(),
-        logits=slice(None),
-    )
+    output = run_trees(target, [tree], [ids.numel()], cache=cache)
     assert output.logits is not None
     p = probabilities(output.logits[0], sampling)
     return Round(tree, p, verify(tree, p, generator))
@@ -118,7 +113,9 @@ def tell(played: Round, console: Console) -> None:
 def _node(tree: Tree, node: int, p: Tensor, decision: Decision | None) -> str:
     token, above = int(tree.tokens[node]), int(tree.parent[node])
     assert tree.log_q is not None
-    text = f"[bold]{token}[/bold]  q {float(tree.log_q[node].exp()):.3f}  p {float(p[above, token]):.3f}"
+    # What verification divides by; where nothing was drawn, what the draft thought of the token.
+    q = float(tree.log_q[node].exp() if tree.q is None else tree.q[node][token])
+    text = f"[bold]{token}[/bold]  q {q:.3f}  p {float(p[above, token]):.3f}"
     if decision is None:
         return f"[dim]{text}  not reached[/dim]"
     residual = float(decision.residual[token])
@@ -143,17 +140,17 @@ def _bigram(vocab_size: int, seed: int) -> Target:
     return BigramLM(logits.softmax(-1))
 
 
-def _eagle3(target: Target, seed: int) -> Drafter:
+def _eagle3(target: Target) -> Drafter:
     return Eagle3Draft(Eagle3Config.for_target(target.spec)).to(target.dtype).eval()
 
 
-def _medusa(target: Target, seed: int) -> Drafter:
+def _medusa(target: Target) -> Drafter:
     config = MedusaConfig(target.spec.hidden_size, target.spec.vocab_size)
     return MedusaDraftModel(config).to(target.dtype).eval()
 
 
-def _leviathan(target: Target, seed: int) -> Drafter:
-    return LanguageModelDraft(_bigram(target.spec.vocab_size, seed + 1))
+def _leviathan(target: Target) -> Drafter:
+    return LanguageModelDraft(_bigram(target.spec.vocab_size, seed=1 + torch.initial_seed() % 2**31))
 
 
 TARGETS: dict[str, Callable[[int, int], Target]] = {
@@ -162,4 +159,4 @@ TARGETS: dict[str, Callable[[int, int], Target]] = {
     ),  # as sure as real models
     "bigram": _bigram,
 }
-DRAFTS: dict[str, Callable[[Target, int], Drafter]] = {"eagle3": _eagle3, "medusa": _medusa, "leviathan": _leviathan}
+DRAFTS: dict[str, Callable[[Target], Drafter]] = {"eagle3": _eagle3, "medusa": _medusa, "leviathan": _leviathan}

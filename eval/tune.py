@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from conf import plain
-from conf.check import Between, Positive, Seed, build
+from conf.check import Between, Positive, build
 from data.prompts import load_prompts
 from eval.bench import check_lengths
 from eval.costs import Costs, measure_costs
@@ -34,14 +34,13 @@ from spec_decode.checkpoint import as_text, write_folder
 from spec_decode.decode import DecodeResult, speculative_decode
 from spec_decode.drafters import load_draft
 from spec_decode.errors import DraftwrightError
-from spec_decode.search import best_trees, expected_tokens, falling
+from spec_decode.search import best_trees, expected_tokens
 from spec_decode.target_hf import TargetSource, open_target
-from spec_decode.tree import FixedTree, SparseTree
+from spec_decode.tree import FixedTree, SparseTree, paths_of
 from spec_decode.tree_file import write_tree
 
 DEPTH = 5  # levels of the calibration tree
 RANK_SUM = 3  # its paths are those whose ranks add up to at most this: 125 nodes
-DRAFT_WIDTH = 4  # nodes per level while the draft is timed
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,6 @@ class TuneSettings:
     max_new_tokens: Positive
     nodes: Annotated[int, Between(2, 256)]
     context: Positive
-    seed: Seed
     draft_name: str
     output_dir: Path
 
@@ -98,10 +96,11 @@ def run(cfg: DictConfig) -> Candidate:
                 speculative_decode(target, draft, prompt, tree=calibration, max_new_tokens=settings.max_new_tokens)
             )
             bar.advance(task)
-    table = falling(acceptance_by_rank(results, calibration))
+    table = acceptance_by_rank(results, calibration)
+    by_depth = [best_trees(table[:depth], settings.nodes - 1) for depth in range(1, max(1, len(table)) + 1)]
     context = torch.cat(ids)[: settings.context].to(target.device)
-    costs = measure_costs(target, draft, context, settings.nodes, len(table), DRAFT_WIDTH)
-    candidates = search(table, costs, settings.nodes)
+    costs = measure_costs(target, draft, context, by_depth)
+    candidates = search(by_depth, table, costs)
     best = max(candidates, key=lambda one: one.speedup)
     write_tree(
         best.tree,
@@ -111,7 +110,7 @@ def run(cfg: DictConfig) -> Candidate:
         expected_speedup=best.speedup,
         acceptance_by_rank=table,
         verify_s={str(size): seconds for size, seconds in zip(costs.sizes, costs.verify, strict=True)},
-        draft_s=costs.draft,
+        draft_s={str(depth): seconds for depth, seconds in enumerate(costs.draft, start=1)},
         environment=environment(target.dtype, target.device, {"benchmark": settings.benchmark}),
     )
     budgets = range(2, settings.nodes + 1)
@@ -131,12 +130,13 @@ def calibration_tree() -> SparseTree:
 
 def acceptance_by_rank(results: Sequence[DecodeResult], plan: FixedTree) -> list[list[float]]:
     """table[d - 1][r]: of the rounds that accepted d - 1 drafts and had a child of rank r there, the share that
-    accepted it. Stops at the first depth that no round got to."""
-    offered = np.zeros((plan.depth, RANK_SUM + 1))
+    accepted it. Stops at the first depth that no round got to. A round says nothing beyond what it offered: the end
+    of the context, or a drafted end-of-turn."""
+    offered = np.zeros((plan.depth, 1 + max(rank for path in paths_of(plan) for rank in path)))
     accepted = np.zeros_like(offered)
     for result in results:
-        for ranks in result.ranks:
-            for depth in range(min(len(ranks) + 1, plan.depth)):
+        for ranks, deepest in zip(result.ranks, result.offered, strict=True):
+            for depth in range(min(len(ranks) + 1, deepest)):
                 offered[depth, : plan.width(ranks[:depth])] += 1
                 if depth < len(ranks):
                     accepted[depth, ranks[depth]] += 1
@@ -144,10 +144,8 @@ def acceptance_by_rank(results: Sequence[DecodeResult], plan: FixedTree) -> list
     return [row.tolist() for row, tried in zip(shares, offered, strict=True) if tried[0] > 0]
 
 
-def search(table: Sequence[Sequence[float]], costs: Costs, nodes: int) -> list[Candidate]:
-    """For 2, 3, … `nodes` nodes, root included: the fastest of the trees of any depth that yield most with at most so
-    many."""
-    by_depth = [best_trees(table[:depth], nodes - 1) for depth in range(1, len(table) + 1)]
+def search(by_depth: Sequence[Sequence[SparseTree]], table: Sequence[Sequence[float]], costs: Costs) -> list[Candidate]:
+    """For each number of nodes the fastest of the trees that yield most at each depth, by_depth[d - 1][n - 1]."""
     fastest = []
     for trees in zip(*by_depth, strict=True):
         found = [_candidate(tree, table, costs) for tree in trees]
@@ -171,7 +169,7 @@ def _show(
     trees = RichTable("at most", "nodes", "depth", "τ", "draft ms", "verify ms", "speedup", box=SIMPLE_HEAD)
     for budget, one in enumerate(candidates, start=2):
         if budget & (budget - 1) == 0 or one is best or one is candidates[-1]:
-            draft, verify = costs.draft[one.tree.depth - 1], costs.verify_at(one.nodes)
+            draft, verify = costs.draft_at(one.nodes, one.tree.depth), costs.verify_at(one.nodes)
             cells = (f"{one.tau:.2f}", f"{1000 * draft:.1f}", f"{1000 * verify:.1f}", f"{one.speedup:.2f}×")
             trees.add_row(
                 str(budget), str(one.nodes), str(one.tree.depth), *cells, style="bold" if one is best else None

@@ -34,8 +34,9 @@ class TreeCache(DynamicCache):
                 # In place, because copying the whole prefix each round would cost more.
                 layer.keys[rows, :, place] = layer.keys[rows, :, source]
                 layer.values[rows, :, place] = layer.values[rows, :, source]
-        for layer in layers:
-            layer.keys, layer.values = layer.keys[:, :, :stop], layer.values[:, :, :stop]
+        if stop < self.length():
+            for layer in layers:
+                layer.keys, layer.values = layer.keys[:, :, :stop], layer.values[:, :, :stop]
 
     def select(self, rows: Sequence[int]) -> None:
         layers: list[Any] = self.layers

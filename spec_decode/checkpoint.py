@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from spec_decode.errors import DraftwrightError
+from spec_decode.errors import DraftwrightError, first_line
 
 Config = TypeVar("Config")
 Module = TypeVar("Module", bound=nn.Module)
@@ -41,7 +41,11 @@ def open_draft(kind: type[Module], folder: Path) -> Module:
 
     Raises DraftwrightError that names the missing, unexpected or wrongly shaped tensor or config key.
     """
-    draft = kind(parse_config(get_type_hints(kind.__init__)["config"], folder))
+    config = parse_config(get_type_hints(kind.__init__)["config"], folder)
+    try:
+        draft = kind(config)
+    except TypeError as error:
+        raise _wrong_type(folder, error) from error
     draft.load_state_dict(read_tensors(folder, draft.state_dict()))
     return draft
 
@@ -72,7 +76,14 @@ def parse_config(kind: type[Config], folder: Path) -> Config:
         raise DraftwrightError(f"{folder}/config.json has the unknown key '{unknown[0]}'")
     if missing := sorted(required - values.keys()):
         raise DraftwrightError(f"{folder}/config.json lacks the key '{missing[0]}'")
-    return kind(**values)
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise _wrong_type(folder, error) from error
+
+
+def _wrong_type(folder: Path, error: TypeError) -> DraftwrightError:
+    return DraftwrightError(f"{folder}/config.json has a value of the wrong type ({first_line(error)}): correct it")
 
 
 def read_tensors(folder: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -32,7 +32,8 @@ class DecodeResult:
     For each round after the prefill, which yields the first token: accepted, the drafts accepted without the round's
     last token (the bonus token, or a drafted end-of-turn), not cut at max_new_tokens; offered, the depth of the tree
     (up to a drafted end-of-turn); ranks, of the accepted nodes among their siblings. prefill_seconds includes the
-    draft's start. The seconds of a batch are those of all its sequences together, while this one was among them.
+    draft's start (EAGLE-3 runs the prompt while it drafts the first round). The seconds of a batch are those of all
+    its sequences together, while this one was among them.
     """
 
     tokens: list[int]
@@ -145,7 +146,7 @@ def leviathan_decode(
     `batch_decode`.
     """
     if not isinstance(draft, Drafter):
-        check_target("draft", draft)
+        check_target("draft", draft, "a Drafter, or ")
         draft = LanguageModelDraft(draft)
     return speculative_decode(
         target,
@@ -172,7 +173,8 @@ def batch_decode(
     generators: Sequence[torch.Generator | None] | None = None,
     lossy: LossyTypicalAcceptance | None = None,
 ) -> list[DecodeResult]:
-    """Decode prompts of any lengths together; each result is that of its prompt alone.
+    """Decode prompts of any lengths together; each result is that of its prompt alone, up to the rounding of passes of
+    another width. The target runs once for all sequences of a round, the draft once for each.
 
     The output has the distribution of plain decoding, at temperature 0 its tokens; draft None is plain decoding.
     prompts: each a list, or int64 [T] or [1, T]; tree: a plan, a list of branching factors for a static tree, or a
@@ -190,15 +192,17 @@ def batch_decode(
         if sampling.greedy:
             raise DraftwrightError("typical acceptance needs a temperature above 0: at 0 verification is exact anyway")
     plan = _plan(tree)
-    ids = [_prompt(target, prompt, max_new_tokens) for prompt in prompts]
-    dice: list[torch.Generator | None] = [None] * len(ids) if generators is None else list(generators)
-    if len(dice) != len(ids):
-        raise DraftwrightError(f"generators must be one for each of the {len(ids)} prompts, got {len(dice)}")
+    check_positive(max_new_tokens=max_new_tokens)
+    alone = len(prompts) == 1
+    ids = [_prompt(target, prompt, "input_ids" if alone else f"prompts[{i}]") for i, prompt in enumerate(prompts)]
+    dice = _generators(generators, len(ids))
+    stop = _stop_ids(target, eos_token_ids)
     if not ids:
         return []
     if draft is not None:
+        draft.to(target.device)
         draft.bind(target)
-    rounds = Rounds(target, draft, plan, sampling, lossy, _stop_ids(target, eos_token_ids), max_new_tokens)
+    rounds = Rounds(target, draft, plan, sampling, lossy, stop, max_new_tokens)
     sequences = rounds.prefill(ids, dice)
     active = rounds.unfinished(sequences)
     while active:
@@ -229,32 +233,55 @@ def _plan(tree: TreePlan | Sequence[int] | str | Path) -> TreePlan:
     return tree  # type: ignore[return-value]
 
 
-def _prompt(target: Target, input_ids: Prompt, max_new_tokens: int) -> Tensor:
-    """The prompt as int64 [P] on the target's device, with both arguments checked."""
+def _prompt(target: Target, input_ids: Prompt, name: str) -> Tensor:
+    """The prompt as int64 [P] on the target's device, checked."""
     if isinstance(input_ids, Tensor):
         if input_ids.dtype != torch.int64 or not (
             input_ids.dim() == 1 or (input_ids.dim() == 2 and len(input_ids) == 1)
         ):
             shape = f"{input_ids.dtype} tensor of shape {list(input_ids.shape)}"
-            raise TypeError(f"input_ids must be a list of ints or an int64 tensor [T] or [1, T], not a {shape}")
+            raise TypeError(f"{name} must be a list of ints or an int64 tensor [T] or [1, T], not a {shape}")
         ids = input_ids.flatten()
     elif isinstance(input_ids, list | tuple) and all(type(token) is int for token in input_ids):
         ids = torch.tensor(input_ids, dtype=torch.int64)
     else:
-        raise type_error("input_ids", input_ids, "a list of ints or an int64 tensor [T] or [1, T]")
-    check_positive(max_new_tokens=max_new_tokens)
+        raise type_error(name, input_ids, "a list of ints or an int64 tensor [T] or [1, T]")
     if not 1 <= ids.numel() <= target.spec.max_positions:
         raise DraftwrightError(
-            f"input_ids must hold 1 to {target.spec.max_positions} tokens for this target, got {ids.numel()}"
+            f"{name} must hold 1 to {target.spec.max_positions} tokens for this target, got {ids.numel()}"
         )
     if ids.min() < 0 or ids.max() >= target.spec.vocab_size:
         raise DraftwrightError(
-            f"input_ids must lie in 0 to {target.spec.vocab_size - 1}, the target's vocabulary, got {int(ids.min())} "
+            f"{name} must lie in 0 to {target.spec.vocab_size - 1}, the target's vocabulary, got {int(ids.min())} "
             f"to {int(ids.max())}: the prompt was made with another tokenizer"
         )
     return ids.to(target.device)
 
 
 def _stop_ids(target: Target, eos_token_ids: Iterable[int] | None) -> frozenset[int]:
-    check_type("eos_token_ids", eos_token_ids, Iterable | None, "a list of ints or None")
-    return frozenset(target.spec.eos_token_ids if eos_token_ids is None else eos_token_ids)
+    if eos_token_ids is None:
+        return frozenset(target.spec.eos_token_ids)
+    if isinstance(eos_token_ids, str) or not isinstance(eos_token_ids, Iterable):
+        raise type_error("eos_token_ids", eos_token_ids, "a list of ints or None")
+    ids = eos_token_ids.tolist() if isinstance(eos_token_ids, Tensor) else list(eos_token_ids)
+    for token in ids:
+        if type(token) is not int:
+            raise TypeError(f"eos_token_ids must hold ints, not {type(token).__name__}")
+    return frozenset(ids)
+
+
+def _generators(generators: Sequence[torch.Generator | None] | None, prompts: int) -> list[torch.Generator | None]:
+    """One for each prompt, on the CPU."""
+    if generators is None:
+        return [None] * prompts
+    check_type("generators", generators, list | tuple, "a list of torch.Generators or None")
+    for generator in generators:
+        if not isinstance(generator, torch.Generator | None):
+            raise TypeError(f"generators must hold torch.Generators or None, not {type(generator).__name__}")
+        if generator is not None and generator.device.type != "cpu":
+            raise DraftwrightError(
+                f"a generator must be on the CPU, so that a seed means the same anywhere, not on {generator.device}"
+            )
+    if len(generators) != prompts:
+        raise DraftwrightError(f"generators must be one for each of the {prompts} prompts, got {len(generators)}")
+    return list(generators)

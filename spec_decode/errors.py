@@ -10,8 +10,8 @@ class DraftwrightError(ValueError):
 
 
 def check_type(name: str, value: object, kind: Any, wanted: str) -> None:
-    """Raise TypeError unless `value` is a `kind`; a bool is no int."""
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+    """Raise TypeError unless `value` is a `kind`; a bool is no number."""
+    if not isinstance(value, kind) or isinstance(value, bool):
         raise type_error(name, value, wanted)
 
 

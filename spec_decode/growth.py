@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from spec_decode.sampling import GREEDY, Sampling, probabilities, sample, siblings
-from spec_decode.tree import DynamicTree, Ranks, Tree, TreePlan
+from spec_decode.tree import DynamicTree, Ranks, Rows, Tree, TreePlan
 
 Step = Callable[[Tensor, Tensor], Tensor]
 
@@ -31,8 +31,19 @@ class DraftVocabulary:
     size: int
 
     def spread(self, q: Tensor) -> Tensor:
-        """Distributions over draft ids [..., V_draft] as such over target ids [..., V]."""
-        return q.new_zeros(*q.shape[:-1], self.size).index_copy_(-1, self.ids.to(q.device), q)
+        """A distribution over draft ids [V_draft] as one over target ids [V]."""
+        return q.new_zeros(self.size).index_copy_(0, self.ids.to(q.device), q)
+
+
+@dataclass(frozen=True)
+class SpreadRows:
+    """q [N, V] of a tree from draft ids: the accept walk reads few rows, so only those are spread."""
+
+    rows: list[Tensor]
+    vocabulary: DraftVocabulary
+
+    def __getitem__(self, node: int) -> Tensor:
+        return self.vocabulary.spread(self.rows[node])
 
 
 @dataclass(frozen=True)
@@ -57,22 +68,22 @@ def grow(
     """The tree below the token `root`, whose children have the log-probabilities root_logp [V_draft].
 
     step(tokens [M], parent_rows [M]) runs the draft over M nodes of one level and returns log-probabilities
-    [M, V_draft]; tokens are target ids, parent_rows index all rows run so far, -1 for children of the root. It is
-    called at most depth - 1 times. vocabulary: None when draft ids are target ids. sampling: what drawn siblings are
-    drawn with, the target's own. The tree lies on the CPU.
+    [M, V_draft], or [1, V_draft] where they are the same for all; tokens are target ids, parent_rows index all rows
+    run so far, -1 for children of the root. It is called at most depth - 1 times. vocabulary: None when draft ids are
+    target ids. sampling: what drawn siblings are drawn with, the target's own. The tree lies on the CPU.
     """
     drawn = plan.siblings != "top_k" and not sampling.greedy
     choose = partial(_draw, rule=plan.siblings, sampling=sampling, generator=generator) if drawn else _top_k
     tokens, parent, log_q, score = [root], [-1], [0.0], [0.0]  # every node generated, siblings in order
     ranks: list[Ranks] = [()]
-    q: list[Tensor] = []
+    q = [root_logp.new_zeros(root_logp.shape)]  # unused, at the root
     row = {0: -1}  # node -> row in which the draft ran it
     level, logp = [0], root_logp[None]
     kept: set[int] = set()
     for depth in range(1, plan.depth + 1):
         first = len(tokens)
         widths = [plan.top_k if isinstance(plan, DynamicTree) else plan.width(ranks[node]) for node in level]
-        for node, width, children in zip(level, widths, choose(logp, max(widths), vocabulary), strict=True):
+        for node, width, children in zip(level, widths, choose(logp, len(level), max(widths), vocabulary), strict=True):
             tokens += children.tokens[:width]
             log_q += children.log_q[:width]
             score += [score[node] + value for value in children.log_q[:width]]
@@ -100,7 +111,7 @@ def grow(
     return Tree(
         tokens=torch.tensor([tokens[node] for node in nodes]),
         parent=torch.tensor([place[parent[node]] for node in nodes]),
-        q=_stack(q, vocabulary) if drawn else None,
+        q=_rows(q, vocabulary) if drawn else None,
         log_q=torch.tensor([log_q[node] for node in nodes]),
     )
 
@@ -121,14 +132,16 @@ class LevelMask:
         return new
 
 
-def _top_k(logp: Tensor, width: int, vocabulary: DraftVocabulary | None) -> list[_Children]:
+def _top_k(logp: Tensor, count: int, width: int, vocabulary: DraftVocabulary | None) -> list[_Children]:
     values, ids = logp.topk(min(width, logp.shape[-1]), dim=-1)
     ids = ids if vocabulary is None else vocabulary.ids[ids]
-    return [_Children(tokens, log_q, []) for tokens, log_q in zip(ids.tolist(), values.tolist(), strict=True)]
+    found = [_Children(tokens, log_q, []) for tokens, log_q in zip(ids.tolist(), values.tolist(), strict=True)]
+    return found if len(found) == count else found * count
 
 
 def _draw(
     logp: Tensor,
+    count: int,
     width: int,
     vocabulary: DraftVocabulary | None,
     *,
@@ -137,17 +150,17 @@ def _draw(
     generator: torch.Generator | None,
 ) -> list[_Children]:
     drawn = []
-    for row, q in zip(logp, probabilities(logp, sampling), strict=True):
+    distributions = probabilities(logp, sampling)
+    for node in range(count):
+        row, q = logp[node % len(logp)], distributions[node % len(logp)]
         ids, rows = siblings(q, width, rule, partial(sample, generator=generator))
         tokens = ids if vocabulary is None else vocabulary.ids[ids].tolist()
         drawn.append(_Children(tokens, row[ids].tolist(), rows))
     return drawn
 
 
-def _stack(rows: list[Tensor], vocabulary: DraftVocabulary | None) -> Tensor:
-    """[N, V], with an unused row for the root."""
-    q = torch.stack([torch.zeros_like(rows[0]), *rows])
-    return q if vocabulary is None else vocabulary.spread(q)
+def _rows(q: list[Tensor], vocabulary: DraftVocabulary | None) -> Rows:
+    return q if vocabulary is None else SpreadRows(q, vocabulary)
 
 
 def _best(nodes: Iterable[int], score: list[float], count: int) -> list[int]:

@@ -33,8 +33,10 @@ class Rope:
     """
 
     def __init__(self, parameters: dict[str, Any], head_dim: int) -> None:
+        kind = parameters.get("rope_type", "default")
+        if kind not in ("default", "linear", "llama3"):
+            raise DraftwrightError(f"rope type '{kind}' is not supported by drafts; supported: default, linear, llama3")
         self._key = (tuple(sorted(parameters.items())), head_dim)
-        _inverse_frequencies(*self._key, torch.device("cpu"))  # refuse unknown types now, not in the first batch
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [..., T, heads, head_dim] rotated to positions [T]."""
@@ -55,9 +57,7 @@ def _inverse_frequencies(items: tuple[tuple[str, Any], ...], head_dim: int, devi
         return frequencies
     if kind == "linear":
         return frequencies / parameters["factor"]
-    if kind == "llama3":
-        return _llama3(frequencies, parameters)
-    raise DraftwrightError(f"rope type '{kind}' is not supported by drafts; supported: default, linear, llama3")
+    return _llama3(frequencies, parameters)
 
 
 def _llama3(frequencies: Tensor, parameters: dict[str, Any]) -> Tensor:

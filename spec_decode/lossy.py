@@ -28,7 +28,7 @@ class LossyTypicalAcceptance:
 
     def __post_init__(self) -> None:
         for name, value in (("epsilon", self.epsilon), ("delta", self.delta)):
-            check_type(name, value, (int, float), "a number")
+            check_type(name, value, int | float, "a number")
         if not (0 < self.epsilon < 1 and self.delta > 0):
             raise DraftwrightError(f"typical acceptance needs 0 < epsilon < 1 and delta > 0, got {self}")
 
@@ -42,13 +42,19 @@ def verify_lossy_typical(
     tree: Tree, p: Probabilities, rule: LossyTypicalAcceptance, generator: torch.Generator | None = None
 ) -> Verdict:
     """The longest path of typical tokens, the first one in node order among equals; the token after it ~ p there."""
+    check_type("tree", tree, Tree, "a Tree")
+    check_type("p", p, Probabilities, "Probabilities")
+    check_type("rule", rule, LossyTypicalAcceptance, "a LossyTypicalAcceptance")
     tokens, parent, depth = tree.tokens.tolist(), tree.parent.tolist(), tree.depth().tolist()
     reached = {0: p[0]}
+    thresholds = {0: rule.threshold(p[0])}
     deepest = 0
     for node in range(1, len(tokens)):
-        if (above := reached.get(parent[node])) is None or float(above[tokens[node]]) <= rule.threshold(above):
+        above = parent[node]
+        if above not in reached or float(reached[above][tokens[node]]) <= thresholds[above]:
             continue
         reached[node] = p[node]
+        thresholds[node] = rule.threshold(p[node])
         if depth[node] > depth[deepest]:
             deepest = node
     path = [deepest]

@@ -22,6 +22,11 @@ log = logging.getLogger(__name__)
 _QUANTISATION = re.compile(r"[.-](i?q\d\w*|b?f16|f32)$", re.IGNORECASE)
 
 
+def default_cache() -> str:
+    """Where converted models and captured features go: $DRAFTWRIGHT_CACHE, or a folder in the home directory."""
+    return os.environ.get("DRAFTWRIGHT_CACHE", "~/.cache/draftwright")
+
+
 def packaged_file(requirement: str, suffixes: tuple[str, ...], instead: str) -> tuple[Path, str]:
     """The first file with one of these suffixes in an installed package (`name` or `name==version`), and its version;
     the package isn't imported.

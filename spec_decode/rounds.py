@@ -96,7 +96,7 @@ class Rounds:
         trees = [self._propose(sequence) for sequence in sequences]
         drafted = perf_counter()
         start = self.cache.length()
-        output = self._forward(sequences, trees, start)
+        output = run_trees(self.target, trees, [sequence.length for sequence in sequences], **self.wanted)
         verdicts = self._verify(sequences, trees, output)
         self.cache.keep([sequence.length for sequence in sequences], start, [verdict.path for verdict in verdicts])
         for sequence, tree, verdict in zip(sequences, trees, verdicts, strict=True):
@@ -118,20 +118,6 @@ class Rounds:
             sequence.state, sequence.tokens[-1], self.plan.cut(room), self.sampling, sequence.generator
         )
 
-    def _forward(self, sequences: list[Running], trees: list[Tree], start: int) -> TargetOutput:
-        """The target over all trees at once; trees of fewer nodes are padded."""
-        size = max(len(tree) for tree in trees)
-        padded = [tree.padded(size) for tree in trees]
-        lengths = torch.tensor([sequence.length for sequence in sequences])
-        device = self.target.device
-        return self.target.forward(
-            torch.stack([tree.tokens for tree in padded]).to(device),
-            positions=(lengths[:, None] + torch.stack([tree.depth() for tree in padded])).to(device),
-            mask=_mask(padded, lengths, start, device),
-            logits=slice(None),
-            **self.wanted,
-        )
-
     def _verify(self, sequences: list[Running], trees: list[Tree], output: TargetOutput) -> list[Verdict]:
         assert output.logits is not None
         if self.sampling.greedy:
@@ -148,6 +134,25 @@ class Rounds:
                 else verify(tree, p, sequence.generator)
             )
         return verdicts
+
+
+def run_trees(target: Target, trees: list[Tree], lengths: list[int], *, cache: Cache, **wanted: Any) -> TargetOutput:
+    """One pass of the target over a tree for each row of the cache, with logits for every node.
+
+    lengths: positions that the cache holds for each row. Trees of fewer nodes are padded at the end. wanted: what else
+    of `Target.forward`.
+    """
+    size = max(len(tree) for tree in trees)
+    padded = [tree.padded(size) for tree in trees]
+    held, device = torch.tensor(lengths), target.device
+    return target.forward(
+        torch.stack([tree.tokens for tree in padded]).to(device),
+        positions=(held[:, None] + torch.stack([tree.depth() for tree in padded])).to(device),
+        mask=_mask(padded, held, cache.length(), device),
+        logits=slice(None),
+        cache=cache,
+        **wanted,
+    )
 
 
 def _commit(sequence: Running, tree: Tree, verdict: Verdict, stop: frozenset[int]) -> None:

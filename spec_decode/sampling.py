@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_decode.errors import DraftwrightError
+from spec_decode.errors import DraftwrightError, check_type
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,9 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
+        check_type("temperature", self.temperature, int | float, "a number")
+        check_type("top_k", self.top_k, int, "an int")
+        check_type("top_p", self.top_p, int | float, "a number")
         if not (0 <= self.temperature < math.inf and self.top_k >= 0 and 0 < self.top_p <= 1):
             raise DraftwrightError(f"sampling needs temperature >= 0, top_k >= 0 and 0 < top_p <= 1, got {self}")
 
@@ -78,6 +81,8 @@ def siblings(q: Any, count: int, rule: str, draw: Callable[[Any], int]) -> tuple
 
     rule: "independent" or "without_replacement" (`spec_decode.tree`). q may be a tensor or an array of fractions.
     """
+    if rule not in ("independent", "without_replacement"):
+        raise DraftwrightError(f"siblings can't be drawn by the rule {rule}: use independent or without_replacement")
     tokens: list[int] = []
     rows: list[Any] = []
     while len(tokens) < count and q is not None:

@@ -68,10 +68,9 @@ def best_trees(table: Table, nodes: int) -> list[SparseTree]:
     """The shapes of at most 1, 2, … `nodes` nodes (the root not counted) that yield most tokens per step.
 
     Dynamic programme from the deepest level up: what n nodes below a node can add at most is shared out among its
-    children, rank by rank. Rows of the table must not rise with the rank (`falling`). Raises DraftwrightError where
-    nothing is ever accepted.
+    children, rank by rank. Raises DraftwrightError where nothing is ever accepted.
     """
-    if not any(p > 0 for p in table[0]):
+    if not table or not any(p > 0 for p in table[0]):
         raise DraftwrightError("no draft token was ever accepted at depth 1, so no tree is better than none")
     below = [0.0] * (nodes + 1)  # what n nodes add: nothing below the deepest level
     splits: list[list[Ranks]] = []  # per depth: how many nodes the subtrees of ranks 0, 1, … get, for each n
@@ -79,12 +78,8 @@ def best_trees(table: Table, nodes: int) -> list[SparseTree]:
         best = _share_out(row, below, nodes)
         below = [gain for gain, _ in best]
         splits.insert(0, [split for _, split in best])
-    return [SparseTree(tuple(_paths(splits, count))) for count in range(1, nodes + 1)]
-
-
-def falling(table: Table) -> list[list[float]]:
-    """The table with noise taken out that would let a later sibling beat an earlier one."""
-    return [[min(row[: rank + 1]) for rank in range(len(row))] for row in table]
+    alone: list[Ranks] = [(0,)]  # where one node has nothing to gain
+    return [SparseTree(tuple(list(_paths(splits, count)) or alone)) for count in range(1, nodes + 1)]
 
 
 def _share_out(row: Sequence[float], below: list[float], nodes: int) -> list[tuple[float, Ranks]]:
@@ -96,11 +91,11 @@ def _share_out(row: Sequence[float], below: list[float], nodes: int) -> list[tup
         for used, (gain, sizes) in current.items():
             for size in range(1, nodes - used + 1):
                 found = gain + p * (1 + below[size - 1])
-                if found > grown.get(used + size, (0.0, ()))[0]:
+                if found > grown.get(used + size, (-1.0, ()))[0]:
                     grown[used + size] = (found, (*sizes, size))
         current = grown
         for used, way in grown.items():
-            best[used] = max(best[used], way)
+            best[used] = max(best[used], way, key=lambda one: one[0])
     for count in range(1, nodes + 1):  # n nodes may also stay unused
         best[count] = max(best[count], best[count - 1], key=lambda way: way[0])
     return best

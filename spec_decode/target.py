@@ -140,7 +140,7 @@ def _example(num_layers: int) -> list[int]:
     return sorted({max(1, min(num_layers - 1, i)) for i in (1, num_layers // 2, num_layers - 1)})
 
 
-def check_target(name: str, target: object) -> None:
-    """Raise TypeError that names the argument unless it looks like a target."""
+def check_target(name: str, target: object, also: str = "") -> None:
+    """Raise TypeError that names the argument unless it looks like a target; `also` says what else it could be."""
     if not (hasattr(target, "spec") and callable(getattr(target, "forward", None))):
-        raise type_error(name, target, "a target such as HFTarget, with `spec` and `forward`")
+        raise type_error(name, target, f"{also}a target such as HFTarget, with `spec` and `forward`")

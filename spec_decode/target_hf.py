@@ -10,7 +10,7 @@ import json
 import os
 import re
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from spec_decode.cache import TreeCache
 from spec_decode.errors import DraftwrightError, first_line
-from spec_decode.packaged import packaged_model
+from spec_decode.packaged import default_cache, packaged_model
 from spec_decode.target import TargetOutput, TargetSpec, check_taps
 
 # Config fields of models whose logits are not simply head(last_hidden); we refuse them instead of being wrong.
@@ -50,9 +50,10 @@ class HFTarget:
     bias, or an architecture that isn't Llama-like.
     """
 
-    def __init__(self, model: PreTrainedModel, name: str = "") -> None:
+    def __init__(self, model: PreTrainedModel, name: str = "", eos_token_ids: tuple[int, ...] = ()) -> None:
+        """eos_token_ids: end-of-turn tokens beside those that the model's own configs name."""
         self.model = model.eval().requires_grad_(False)
-        self.spec = _spec(model, name)
+        self.spec = _spec(model, name, eos_token_ids)
         self._base: Any = model.base_model
         # transformers 5.24 renamed the argument; older 5.x only know the old name.
         parameters = inspect.signature(self._base.forward).parameters
@@ -142,11 +143,16 @@ class TargetSource:
     package: str | None = None
     dtype: str = "float32"
     device: str = "auto"
-    cache_dir: str = "~/.cache/draftwright"
+    cache_dir: str = field(default_factory=default_cache)
 
     def __post_init__(self) -> None:
-        if (self.path is None) == (self.package is None):
+        if self.path is None and self.package is None:
             raise DraftwrightError("the target is not chosen: pass target.path=FOLDER_OR_HUB_NAME")
+        if self.path is not None and self.package is not None:
+            raise DraftwrightError(
+                f"target.path={self.path} goes with target=hf, but the target is the package {self.package}: "
+                "add target=hf"
+            )
         if self.dtype not in ("float32", "bfloat16", "float16", "float64"):
             raise DraftwrightError(f"target.dtype '{self.dtype}' is unknown; choose float32, bfloat16 or float16")
 
@@ -179,7 +185,9 @@ def open_target(source: TargetSource) -> tuple[HFTarget, PreTrainedTokenizerBase
             f"the target '{source.name()}' lacks the tensor '{missing[0]}' ({len(missing)} missing in all): pass a "
             "complete model as target.path"
         )
-    return HFTarget(_move(model, source.device), name=source.name()), tokenizer
+    # Chat models often keep the base model's end token in their config and name the turn's in the tokenizer.
+    end = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    return HFTarget(_move(model, source.device), source.name(), end), tokenizer
 
 
 def open_tokenizer(source: TargetSource) -> PreTrainedTokenizerBase:
@@ -230,24 +238,27 @@ def _store(captured: dict[int, Tensor], tap: int) -> Any:
     return hook
 
 
-def _spec(model: PreTrainedModel, name: str) -> TargetSpec:
+def _spec(model: PreTrainedModel, name: str, more_eos: tuple[int, ...]) -> TargetSpec:
     config = model.config
     kind = f"target '{name}' ({type(model).__name__})"
     if not hasattr(model.base_model, "layers"):
         raise DraftwrightError(f"{kind} is not Llama-like: it has no list `layers`; choose another target.path")
-    for field in _SIZES:
-        if getattr(config, field, None) is None:
-            raise DraftwrightError(f"{kind} is not Llama-like: its config has no {field}; choose another target.path")
-    for field, neutral in _SCALED_HEADS.items():
-        if getattr(config, field, neutral) not in (neutral, None):
-            raise DraftwrightError(f"{kind} scales its logits ({field}), which is not supported: choose another target")
+    for size in _SIZES:
+        if getattr(config, size, None) is None:
+            raise DraftwrightError(f"{kind} is not Llama-like: its config has no {size}; choose another target.path")
+    for scale, neutral in _SCALED_HEADS.items():
+        if getattr(config, scale, neutral) not in (neutral, None):
+            raise DraftwrightError(f"{kind} scales its logits ({scale}), which is not supported: choose another target")
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise DraftwrightError(f"{kind} has a head with a bias, which is not supported: choose another target")
     # transformers keeps sliding_window on models that don't use it, but then lists no such layer in layer_types.
-    layers = getattr(config, "layer_types", None)
-    if "sliding_attention" in layers if layers else getattr(config, "sliding_window", None):
-        raise DraftwrightError(f"{kind} has sliding-window layers, which are not supported: choose another target")
-    eos = model.generation_config.eos_token_id if model.generation_config else config.eos_token_id
+    layers = set(
+        getattr(config, "layer_types", None) or ["sliding_attention"] * bool(getattr(config, "sliding_window", None))
+    )
+    if other := sorted(layers - {"full_attention"}):
+        raise DraftwrightError(
+            f"{kind} has layers of the kind {other[0]}, whose cache can't hold a tree: choose another target"
+        )
     return TargetSpec(
         name=name,
         hidden_size=config.hidden_size,
@@ -260,5 +271,11 @@ def _spec(model: PreTrainedModel, name: str) -> TargetSpec:
         rms_norm_eps=config.rms_norm_eps,
         rope_parameters=dict(config.rope_parameters),
         max_positions=config.max_position_embeddings,
-        eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,),
+        eos_token_ids=tuple(dict.fromkeys((*_eos(model.generation_config), *_eos(config), *more_eos))),
     )
+
+
+def _eos(config: Any) -> tuple[int, ...]:
+    """The end tokens that a config names: none, one or several."""
+    eos = getattr(config, "eos_token_id", None)
+    return tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,)

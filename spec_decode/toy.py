@@ -27,6 +27,8 @@ class BigramLM:
 
     def __init__(self, table: Tensor, eos_token_ids: Sequence[int] = (), max_positions: int = 4096) -> None:
         check_type("table", table, Tensor, "a tensor [V, V] of probabilities")
+        check_type("eos_token_ids", eos_token_ids, list | tuple, "a list of ints")
+        check_positive(max_positions=max_positions)
         if table.dim() != 2 or table.shape[0] != table.shape[1] or not table.is_floating_point():
             raise DraftwrightError(f"table must be [V, V] of floats, got {table.dtype} {list(table.shape)}")
         if bool((table < 0).any()) or not torch.allclose(table.sum(1), table.new_ones(())):
@@ -139,6 +141,8 @@ class MultiLayerCausalLM(HFTarget):
         )
         check_type("seed", seed, int, "an int")
         check_type("std", std, int | float, "a number")
+        if std < 0:
+            raise DraftwrightError(f"std must be at least 0, got {std}")
         if hidden_size % (2 * num_heads) or num_heads % num_kv_heads:
             raise DraftwrightError(
                 "hidden_size must be a multiple of 2 * num_heads, and num_heads one of num_kv_heads; got "
@@ -185,5 +189,7 @@ def _without_fp32_norms(model: LlamaForCausalLM) -> LlamaForCausalLM:
             if type(child).__name__ == "LlamaRMSNorm":
                 weight: Any = child.weight
                 eps: Any = child.variance_epsilon
-                setattr(module, name, nn.RMSNorm(weight.numel(), eps=eps, dtype=weight.dtype))
+                norm = nn.RMSNorm(weight.numel(), eps=eps, dtype=weight.dtype)
+                norm.weight = weight
+                setattr(module, name, norm)
     return model

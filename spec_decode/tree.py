@@ -18,21 +18,28 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from spec_decode.errors import DraftwrightError, check_positive
+from spec_decode.errors import DraftwrightError, check_positive, check_type
 
 Ranks = tuple[int, ...]  # of a node and its ancestors among their siblings, the root's child first
 
 SIBLINGS = ("top_k", "without_replacement", "independent")
 
 
+class Rows(Protocol):
+    """Distributions by row, a tensor [N, V] or something that makes each [V] when it is asked for."""
+
+    def __getitem__(self, node: int, /) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Tree:
-    """tokens: int64 [N]; parent: int64 [N], -1 for the root; q: [N, V] or None.
+    """tokens: int64 [N]; parent: int64 [N], -1 for the root; q: [N, V], or what gives its rows, or None.
 
     q[j] is the distribution that node j was drawn from given its earlier siblings (row 0 is unused).
     None means that nodes were chosen deterministically: verification then treats q as one-hot.
@@ -42,8 +49,19 @@ class Tree:
 
     tokens: Tensor
     parent: Tensor
-    q: Tensor | None = None
+    q: Rows | None = None
     log_q: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("tokens", self.tokens), ("parent", self.parent)):
+            check_type(name, value, Tensor, "an int64 tensor [N]")
+        if self.tokens.dim() != 1 or self.tokens.shape != self.parent.shape or not len(self):
+            raise DraftwrightError(
+                f"a tree needs tokens and parent of the same length, got {list(self.tokens.shape)} and "
+                f"{list(self.parent.shape)}"
+            )
+        if bool((self.parent >= torch.arange(len(self), device=self.parent.device)).any()):
+            raise DraftwrightError("a tree's parents must precede their children")
 
     @classmethod
     def of_root(cls, root: int) -> Tree:
@@ -96,8 +114,9 @@ class DynamicTree:
 
     def __post_init__(self) -> None:
         check_siblings(self.siblings)
-        if self.depth < 1 or self.top_k < 1 or self.nodes < 2:
-            raise DraftwrightError(f"a dynamic tree needs depth >= 1, top_k >= 1 and nodes >= 2, got {self}")
+        check_positive(depth=self.depth, top_k=self.top_k, nodes=self.nodes)
+        if self.nodes < 2:
+            raise DraftwrightError(f"a dynamic tree needs nodes >= 2, root included, got {self.nodes}")
         if self.siblings != "top_k":
             raise DraftwrightError(
                 f"a dynamic tree can't have siblings={self.siblings}: it keeps nodes because of their probability, so "
@@ -107,7 +126,7 @@ class DynamicTree:
 
     def cut(self, depth: int) -> DynamicTree:
         """The same plan with at most `depth` levels."""
-        return replace(self, depth=min(self.depth, depth))
+        return self if depth >= self.depth else replace(self, depth=depth)
 
 
 @dataclass(frozen=True)
@@ -123,7 +142,10 @@ class StaticTree:
 
     def __post_init__(self) -> None:
         check_siblings(self.siblings)
+        check_type("branching", self.branching, list | tuple, "a list of ints")
         object.__setattr__(self, "branching", tuple(self.branching))
+        for width in self.branching:
+            check_type("each entry of branching", width, int, "an int")
         if not self.branching or min(self.branching) < 1:
             raise DraftwrightError(f"a static tree needs at least one level of at least one child, got {self}")
 
@@ -137,7 +159,7 @@ class StaticTree:
 
     def cut(self, depth: int) -> StaticTree:
         """The same plan with at most `depth` levels."""
-        return replace(self, branching=self.branching[:depth])
+        return self if depth >= self.depth else replace(self, branching=self.branching[:depth])
 
 
 @dataclass(frozen=True)
@@ -153,6 +175,9 @@ class SparseTree:
 
     def __post_init__(self) -> None:
         check_siblings(self.siblings)
+        check_type("paths", self.paths, list | tuple, "a list of lists of ranks")
+        for path in self.paths:
+            check_type("each entry of paths", path, list | tuple, "a list of ranks")
         paths = sorted({tuple(path) for path in self.paths}, key=lambda path: (len(path), path))
         object.__setattr__(self, "paths", tuple(paths))
         known = {(), *paths}
@@ -177,6 +202,8 @@ class SparseTree:
 
     def cut(self, depth: int) -> SparseTree:
         """The same plan with at most `depth` levels."""
+        if depth >= self.depth:
+            return self
         return replace(self, paths=tuple(path for path in self.paths if len(path) <= depth))
 
 

@@ -9,8 +9,9 @@ At a node with target distribution p and ordered children x_1..x_m, x_j drawn fr
 exactly. Children chosen deterministically, or by any rule that does not look at the randomness here, have a one-hot
 q_j: accept with probability P(x_j), else P(x_j) becomes 0.
 
-This is the only copy of the rule. It is written in operations that tensors and arrays of fractions share, so that
-tests/test_proof_enumeration.py can run this very code over all outcomes of its randomness and compare exactly.
+This is the only copy of the rule (`verify_greedy` is its case of one-hot p: no chance, no residual). It is written in
+operations that tensors and arrays of fractions share, so that tests/test_proof_enumeration.py can run this very code
+over all outcomes of its randomness and compare exactly.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from spec_decode.errors import check_type
+from spec_decode.errors import DraftwrightError, check_type
 from spec_decode.sampling import Probabilities, sample, without
 from spec_decode.tree import Tree
 
@@ -98,6 +99,8 @@ def walk(tree: Tree, p: Any, chance: Chance) -> Verdict:
             continue
         token = tokens[node]
         q = None if tree.q is None else _like(residual, tree.q[node])
+        if q is not None and not _at(q, token) > 0:
+            raise DraftwrightError(f"node {node} of the tree was not drawn from its q, which gives it probability 0")
         probability = _at(residual, token) if q is None else min(1, _at(residual, token) / _at(q, token))
         accepted = chance.accepts(probability)
         decisions.append(Decision(node, probability, accepted, residual))

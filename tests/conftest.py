@@ -5,12 +5,14 @@ Tests can't import this file (--import-mode=importlib), so helpers come as fixtu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from spec_decode.toy import MultiLayerCausalLM
@@ -68,3 +70,22 @@ def exact_target() -> Callable[..., MultiLayerCausalLM]:
         )
 
     return make
+
+
+@pytest.fixture(scope="session")
+def chi_square() -> Callable[[Tensor, Tensor], None]:
+    """chi_square(counts, expected): fails if the counts are unlikely under the expected ones, which happens to right
+    ones once in 10,000 seeds. Cells of less than five expected are taken together."""
+
+    def check(counts: Tensor, expected: Tensor) -> None:
+        rare = expected < 5
+        observed = torch.cat((counts[~rare], counts[rare].sum()[None]))
+        wanted = torch.cat((expected[~rare], expected[rare].sum()[None]))
+        cells = wanted >= 5
+        df = int(cells.sum()) - 1
+        chi2 = float(((observed - wanted)[cells] ** 2 / wanted[cells]).sum())
+        # The 99.99 % quantile, by Wilson and Hilferty's approximation.
+        bound = df * (1 - 2 / (9 * df) + 3.719 * math.sqrt(2 / (9 * df))) ** 3
+        assert chi2 < bound, f"chi-square {chi2:.1f} with {df} degrees of freedom exceeds {bound:.1f}"
+
+    return check

@@ -75,7 +75,9 @@ def test_copies_under_another_id_do_not_leak(tokenizer, tmp_path):
 def test_few_chats_still_hold_one_out(tokenizer, tmp_path):
     prepared = run(tokenizer, source(tmp_path, [row(f"x{i}", f"question {i}") for i in range(3)]), train_tokens=10**6)
     assert (len(prepared.train), len(prepared.heldout)) == (2, 1)
-    assert prepared.report.warnings == [f"the data ended after {len(prepared.train.ids)} of 1,000,000 training tokens"]
+    assert prepared.report.warnings == [
+        f"the data ended after {len(prepared.train.ids)} of the 1,000,000 tokens to count or train on"
+    ]
     numbered = run(tokenizer, source(tmp_path, [row(f"x_{i}", f"question {i}") for i in range(3)]))
     assert (len(numbered.train), len(numbered.heldout)) == (2, 1)
 

@@ -328,6 +328,18 @@ def test_the_tree_file_is_what_eval_takes(run_eval: Any, tmp_path: Path, capsys:
     assert tree["paths"] == content["paths"]
 
 
+def test_tuning_without_a_round_is_one_sentence(run_eval: Any, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        run_eval("tune", max_new_tokens=1)
+    assert "no draft token was ever accepted" in capsys.readouterr().err
+
+
+def test_lossy_acceptance_needs_a_temperature(run_eval: Any, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        run_eval(acceptance="lossy_typical")
+    assert "acceptance=lossy_typical needs a temperature above 0" in capsys.readouterr().err
+
+
 def test_a_missing_tree_file_is_one_sentence(run_eval: Any, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
         run_eval(tree="nothing.json")

@@ -44,7 +44,7 @@ def test_an_untrained_draft_shows_a_short_path() -> None:
         target = TARGETS["transformer"](32, seed)
         generator = torch.Generator().manual_seed(seed)
         plan = StaticTree((3, 2), siblings="without_replacement")
-        one = play(target, DRAFTS["eagle3"](target, seed), torch.tensor([1, 2, 3]), plan, Sampling(1.0), generator)
+        one = play(target, DRAFTS["eagle3"](target), torch.tensor([1, 2, 3]), plan, Sampling(1.0), generator)
         accepted.append(len(one.verdict.path) - 1)
     assert sum(accepted) / len(accepted) < 1
 

@@ -16,11 +16,16 @@ from spec_decode.drafters.medusa import MedusaConfig, MedusaDraftModel
 from spec_decode.sampling import Sampling
 from spec_decode.target import TargetOutput
 from spec_decode.toy import BigramLM, MultiLayerCausalLM
-from spec_decode.tree import DynamicTree, StaticTree, TreePlan
+from spec_decode.tree import DynamicTree, SparseTree, StaticTree, TreePlan
 
 VOCAB, CONTEXT = 32, 48
 PROMPTS = [[5, 17, 3, 2, 28, 9], [3], [9] * 44, list(range(20)), [1, 2], [7] * CONTEXT]
-PLANS = [StaticTree((1, 1, 1)), StaticTree((3, 2)), DynamicTree(3, 3, 8)]
+PLANS = [
+    StaticTree((1, 1, 1)),
+    StaticTree((3, 2)),
+    DynamicTree(3, 3, 8),
+    SparseTree(((0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0))),
+]
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +59,10 @@ def test_greedy_results_are_those_of_single_prompts(target: MultiLayerCausalLM, 
 
 
 @pytest.mark.parametrize("rule", ["top_k", "without_replacement", "independent"])
-def test_sampled_results_are_those_of_single_prompts(target: MultiLayerCausalLM, rule: str) -> None:
-    draft, plan, sampling = drafter("leviathan", target), StaticTree((2, 2), rule), Sampling(1.0, top_k=8)
+@pytest.mark.parametrize("sparse", [False, True])
+def test_sampled_results_are_those_of_single_prompts(target: MultiLayerCausalLM, rule: str, sparse: bool) -> None:
+    draft, sampling = drafter("leviathan", target), Sampling(1.0, top_k=8)
+    plan = SparseTree(((0,), (1,), (1, 0), (1, 1)), rule) if sparse else StaticTree((2, 2), rule)
 
     def generators() -> list[torch.Generator | None]:
         return [torch.Generator().manual_seed(seed) for seed in range(len(PROMPTS))]
@@ -116,10 +123,16 @@ def test_a_batch_of_a_bigram_target() -> None:
         ({"target": nn.Linear(1, 1)}, TypeError, "target must be a target such as HFTarget"),
         ({"draft": nn.Linear(1, 1)}, TypeError, "draft must be a Drafter or None, not Linear"),
         ({"prompts": "hello"}, TypeError, "prompts must be a list of prompts, not str"),
-        ({"prompts": [[1], "hello"]}, TypeError, "input_ids must be .*, not str"),
-        ({"prompts": [[1], []]}, ValueError, "input_ids must hold 1 to 48 tokens"),
+        ({"prompts": [[1], "hello"]}, TypeError, r"prompts\[1\] must be .*, not str"),
+        ({"prompts": [[1], []]}, ValueError, r"prompts\[1\] must hold 1 to 48 tokens"),
         ({"generators": [None]}, ValueError, "generators must be one for each of the 2 prompts, got 1"),
-        ({"tree": "chain"}, TypeError, "tree must be .*, not str"),
+        ({"tree": 4}, TypeError, "tree must be .* or a tree file, not int"),
+        ({"tree": "chain"}, ValueError, "the tree file chain can't be read"),
+        ({"generators": 7}, TypeError, "generators must be a list of torch.Generators or None, not int"),
+        ({"generators": [1, 2]}, TypeError, "generators must hold torch.Generators or None, not int"),
+        ({"eos_token_ids": "</s>"}, TypeError, "eos_token_ids must be .*, not str"),
+        ({"eos_token_ids": [2.0]}, TypeError, "eos_token_ids must hold ints, not float"),
+        ({"prompts": [], "max_new_tokens": 0}, ValueError, "max_new_tokens must be at least 1"),
         ({"lossy": 0.3}, TypeError, "lossy must be a LossyTypicalAcceptance or None, not float"),
     ],
     ids=str,
@@ -130,6 +143,12 @@ def test_wrong_arguments_are_named(
     arguments = {"target": target, "draft": None, "prompts": [[1], [2]], "tree": [1], "max_new_tokens": 3} | change
     with pytest.raises(error, match=message):
         batch_decode(**arguments)
+
+
+def test_end_of_turn_may_be_a_tensor(target: MultiLayerCausalLM) -> None:
+    free = plain_decode(target, [1, 2], max_new_tokens=9).tokens
+    got = plain_decode(target, [1, 2], max_new_tokens=9, eos_token_ids=torch.tensor([free[3]]))
+    assert got.tokens == free[: free.index(free[3]) + 1]
 
 
 def test_no_prompts_no_results(target: MultiLayerCausalLM) -> None:

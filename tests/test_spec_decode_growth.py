@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spec_decode.growth import DraftVocabulary, grow
 from spec_decode.sampling import Sampling, probabilities
-from spec_decode.tree import DynamicTree, StaticTree, Tree, TreePlan
+from spec_decode.tree import DynamicTree, SparseTree, StaticTree, Tree, TreePlan
 
 DRAFT_VOCAB = 11
 
@@ -85,7 +85,20 @@ def test_dynamic_tree_is_eagle2s(plan: DynamicTree, sharpness: float) -> None:
         assert all(count <= plan.top_k for count in draft.calls)
 
 
-@pytest.mark.parametrize("plan", [*PLANS, StaticTree((4, 3, 2)), StaticTree((1, 1, 1, 1))])
+SPARSE = SparseTree(((0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0), (2, 0, 0)))
+
+
+def test_a_sparse_tree_has_exactly_its_paths() -> None:
+    draft = TableDraft(0)
+    tree = grow(draft.logp(()), draft.step, SPARSE, root=1, vocabulary=VOCABULARY)
+    found = [tree.ranks(tree.ancestor_mask()[node].nonzero().flatten().tolist()) for node in range(1, len(tree))]
+    assert tuple(found) == SPARSE.paths
+    assert draft.calls == [2, 2]  # only nodes with children are run
+    for path, ranks in zip(paths(tree), found, strict=True):
+        assert path[-1] == to_target(draft.logp(path[:-1]).topk(3).indices)[ranks[-1]]
+
+
+@pytest.mark.parametrize("plan", [*PLANS, StaticTree((4, 3, 2)), StaticTree((1, 1, 1, 1)), SPARSE])
 def test_node_order_and_root(plan: TreePlan) -> None:
     draft = TableDraft(3)
     tree = grow(draft.logp(()), draft.step, plan, root=7, vocabulary=VOCABULARY)
@@ -157,7 +170,6 @@ def test_drawn_nodes_carry_the_distribution_they_were_drawn_from(rule: str) -> N
         generator=torch.Generator().manual_seed(0),
     )
     assert tree.q is not None
-    assert tree.q.shape == (13, 40)
     before: dict[int, Tensor] = {}
     for node, (path, above) in enumerate(zip(paths(tree), tree.parent.tolist()[1:], strict=True), start=1):
         q = VOCABULARY.spread(probabilities(draft.logp(path[:-1]), sampling))

@@ -39,9 +39,10 @@ def test_rope_equals_transformers(parameters):
     torch.testing.assert_close(Rope(parameters, 16).rotate(x, positions), wanted[0].transpose(0, 1))
 
 
-def test_unknown_rope_is_refused():
-    with pytest.raises(DraftwrightError, match="rope type 'yarn'"):
-        Rope({"rope_type": "yarn", "rope_theta": 1e4}, 16)
+@pytest.mark.parametrize("parameters", [{"rope_type": "yarn"}, {"rope_type": "longrope", "long_factor": [1.0, 2.0]}])
+def test_unknown_rope_is_refused(parameters):
+    with pytest.raises(DraftwrightError, match=f"rope type '{parameters['rope_type']}'"):
+        Rope({"rope_theta": 1e4, **parameters}, 16)
 
 
 def test_attend_shares_keys_between_query_heads():

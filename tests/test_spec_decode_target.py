@@ -107,7 +107,7 @@ def test_scaled_logits_are_refused(tiny_llama):
 
 def test_sliding_windows_are_refused():
     sizes = {**SMALL, "num_key_value_heads": 1, "intermediate_size": 16, "sliding_window": 16}
-    with pytest.raises(DraftwrightError, match="sliding-window"):
+    with pytest.raises(DraftwrightError, match="layers of the kind sliding_attention"):
         HFTarget(MistralForCausalLM(MistralConfig(**sizes)), "mistral")
 
 

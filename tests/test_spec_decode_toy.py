@@ -80,6 +80,10 @@ def test_the_transformer_is_fp64_throughout() -> None:
         (lambda: MultiLayerCausalLM(vocab_size=3.0), TypeError, "vocab_size must be an int, not float"),  # type: ignore[arg-type]
         (lambda: MultiLayerCausalLM(num_layers=0), ValueError, "num_layers must be at least 1, got 0"),
         (lambda: MultiLayerCausalLM(hidden_size=6), ValueError, "hidden_size must be a multiple"),
+        (lambda: BigramLM(TABLE, eos_token_ids=3), TypeError, "eos_token_ids must be a list of ints, not int"),  # type: ignore[arg-type]
+        (lambda: BigramLM(TABLE, max_positions=0), ValueError, "max_positions must be at least 1, got 0"),
+        (lambda: MultiLayerCausalLM(std=-1.0), ValueError, "std must be at least 0"),
+        (lambda: MultiLayerCausalLM(std=True), TypeError, "std must be a number, not bool"),
         (lambda: MultiLayerCausalLM(seed="x"), TypeError, "seed must be an int, not str"),  # type: ignore[arg-type]
         (lambda: MultiLayerCausalLM().hidden_states([[1]]), TypeError, "ids must be an int64 tensor"),  # type: ignore[arg-type]
     ],

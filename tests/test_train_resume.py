@@ -10,11 +10,12 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import nn
 
-from data.batch import Batch
+from data.batch import Batch, Sequences
 from data.module import DraftDataModule
 from spec_decode.errors import DraftwrightError
 from train.callbacks import KeepRandomState, StopOnSignal, TrainingStopped
 from train.optim import build_optimizer, warmup_cosine
+from train.resume import AtomicCheckpointIO, data_identity, refuse_changes
 
 LENGTHS = [(13 * i) % 40 + 5 for i in range(23)]
 STEPS = 34  # optimiser steps of a whole run
@@ -149,3 +150,34 @@ def test_checkpoint_holds_no_classes(tmp_path: Path) -> None:
         _run(tmp_path, SignalAt(1, signal.SIGTERM))
     checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
     assert checkpoint["global_step"] == 2
+
+
+def test_a_checkpoint_is_written_beside_its_name_and_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that fails, on a full disk say, leaves the checkpoint before it alone."""
+    path = tmp_path / "folder" / "last.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"step": 1}, path)
+
+    def full(checkpoint: Any, to: Path) -> None:
+        Path(to).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        AtomicCheckpointIO().save_checkpoint({"step": 2}, path)
+    assert torch.load(path, weights_only=True) == {"step": 1}
+    assert [file.name for file in path.parent.iterdir()] == ["last.ckpt"]
+
+
+def test_other_content_of_the_same_lengths_is_noticed() -> None:
+    ids, offsets, vocabulary = torch.arange(6, dtype=torch.int32), torch.tensor([0, 2, 6]), torch.tensor([1, 4])
+    mask = torch.tensor([False, True] * 3)
+    base = data_identity(Sequences(ids, mask, offsets), vocabulary)
+    assert data_identity(Sequences(ids.clone(), mask, offsets), vocabulary.clone()) == base
+    for other in (
+        data_identity(Sequences(ids + 1, mask, offsets), vocabulary),
+        data_identity(Sequences(ids, ~mask, offsets), vocabulary),
+        data_identity(Sequences(ids, mask, offsets), vocabulary + 1),
+    ):
+        assert other != base
+        with pytest.raises(DraftwrightError, match="was written with another content of the data"):
+            refuse_changes(Path("last.ckpt"), base, other)

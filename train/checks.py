@@ -21,7 +21,7 @@ from train.settings import TrainSettings
 _OF_THE_RUN = ("draft_vocab_size", "target", "tokenizer")  # fields of a draft's config that are no draft.KEY
 _ANY_TARGET = TargetSpec(
     name="", hidden_size=64, vocab_size=2**31, num_layers=1000, num_heads=1, num_kv_heads=1, head_dim=64,
-    intermediate_size=64, rms_norm_eps=1e-6, rope_parameters={}, max_positions=2**31, eos_token_ids=(),
+    intermediate_size=64, rms_norm_eps=1e-6, rope_parameters={"rope_theta": 1e4}, max_positions=2**31, eos_token_ids=(),
 )  # fmt: skip
 
 

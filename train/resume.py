@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Mapping
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import Tensor
 
+from data.batch import Sequences
+from spec_decode.checkpoint import write_atomically
 from spec_decode.errors import DraftwrightError
 from spec_decode.target import Target
 from train.settings import TrainSettings
 
 LAST = "last.ckpt"
+CONTENT = "content of the data"
 _KEY = "draftwright"
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint beside its final name, then renames it. Lightning writes to the system's temporary folder
+    first, which may lie on another, smaller disk, and then copies over the only checkpoint there is."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(Path(path), partial(torch.save, checkpoint))
 
 
 class RememberSettings(Callback):
@@ -56,7 +72,8 @@ def saved_settings(checkpoint: Path) -> dict[str, Any]:
 def identity(settings: TrainSettings, target: Target) -> dict[str, Any]:
     """What must stay the same for a continued run to end as an uninterrupted one, as flat keys and plain values.
 
-    The data and the length of the run are checked by data/module.py.
+    `data_identity` joins them later; the order of the batches and the length of the run are checked by
+    data/module.py.
     """
     return {
         "target.dtype": settings.target.dtype,
@@ -68,6 +85,14 @@ def identity(settings: TrainSettings, target: Target) -> dict[str, Any]:
         "trainer.precision": settings.trainer.get("precision"),
         "trainer.gradient_clip_val": settings.trainer.get("gradient_clip_val"),
     }
+
+
+def data_identity(sequences: Sequences, vocabulary: Tensor) -> dict[str, str]:
+    """The same for what is trained on: token ids and loss masks, and the draft vocabulary int64 [V_draft]."""
+    digest = sha256()
+    for tensor in (sequences.ids, sequences.loss_mask, sequences.offsets, vocabulary):
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return {CONTENT: digest.hexdigest()[:16]}
 
 
 def refuse_changes(checkpoint: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -38,7 +38,17 @@ from train.checks import check_draft, check_fit, check_module, place, try_optimi
 from train.draft import build_draft
 from train.export import Card, write_readme
 from train.provenance import command_line, provenance, write_record
-from train.resume import LAST, RememberSettings, find_checkpoint, identity, refuse_changes, saved_settings
+from train.resume import (
+    CONTENT,
+    LAST,
+    AtomicCheckpointIO,
+    RememberSettings,
+    data_identity,
+    find_checkpoint,
+    identity,
+    refuse_changes,
+    saved_settings,
+)
 from train.settings import TrainSettings
 
 
@@ -72,8 +82,11 @@ def _train(settings: TrainSettings, config: dict[str, Any]) -> dict[str, Any]:
     check_fit(settings, kind, options, target.spec)
     now = identity(settings, target)
     if checkpoint:
-        refuse_changes(checkpoint, then, now)
+        refuse_changes(checkpoint, then, now | {CONTENT: then.get(CONTENT)})  # the rest, before the data are read
     prepared, vocabulary = _prepare(settings, target, tokenizer)
+    now |= data_identity(prepared.train, vocabulary.ids)
+    if checkpoint:
+        refuse_changes(checkpoint, then, now)
     record["data"] = _data_record(settings, prepared, vocabulary)
     write_record(folder, "run.json", record)
     if logger:
@@ -218,7 +231,7 @@ def _trainer(settings: TrainSettings, datamodule: DraftDataModule, logger: Any, 
         val_check_interval=min(settings.trainer["val_check_interval"], datamodule.total_steps),
         limit_val_batches=len(datamodule.val_dataloader()),
         default_root_dir=str(settings.output_dir),
-    )(callbacks=callbacks, logger=logger)
+    )(callbacks=callbacks, logger=logger, plugins=[AtomicCheckpointIO()])
 
 
 @contextmanager

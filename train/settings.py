@@ -20,7 +20,8 @@ _RANGES: dict[tuple[str, str], Any] = {
     ("trainer", "gradient_clip_val"): NonNegative | None,
 }
 # What train/run.py tells the trainer itself.
-_OURS = ("callbacks", "default_root_dir", "limit_val_batches", "logger", "max_epochs", "max_steps")
+_OURS = ("accumulate_grad_batches", "callbacks", "default_root_dir", "limit_val_batches", "logger", "max_epochs",
+         "max_steps", "plugins")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -76,5 +77,6 @@ class TrainSettings:
         for key in _OURS:
             if key in self.trainer:
                 raise DraftwrightError(
-                    f"trainer.{key} is set by Draftwright: use epochs, max_steps, output_dir, heldout_tokens or logger"
+                    f"trainer.{key} is set by Draftwright: use epochs, max_steps, tokens_per_batch, output_dir, "
+                    "heldout_tokens or logger"
                 )

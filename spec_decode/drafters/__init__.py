@@ -18,4 +18,6 @@ def load_draft(folder: str | Path) -> Drafter:
         drafter = getattr(import_module(f"spec_decode.drafters.{module}"), kind)
     except (ImportError, AttributeError, ValueError) as error:
         raise DraftwrightError(f"{folder}/config.json names the unknown drafter '{name}'") from error
+    if not hasattr(drafter, "from_pretrained"):
+        raise DraftwrightError(f"{folder}/config.json names '{name}', which is not stored in a folder")
     return drafter.from_pretrained(folder)

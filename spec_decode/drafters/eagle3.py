@@ -58,6 +58,7 @@ class Eagle3Config:
         object.__setattr__(self, "target_layers", tuple(self.target_layers))
         if self.fusion not in ("split", "linear"):
             raise DraftwrightError(f"fusion '{self.fusion}' is unknown; choose split or linear")
+        Rope(self.rope_parameters, self.head_dim)  # refuses what drafts can't compute
         if self.draft_vocab_size > self.vocab_size:
             raise DraftwrightError(
                 f"draft_vocab_size {self.draft_vocab_size} exceeds the target's vocabulary of {self.vocab_size} tokens"
@@ -128,7 +129,8 @@ class Eagle3Layer(nn.Module):
         """embeds, states [M, H] -> (residual [M, H], attention input [M, 2H] or [M, H])."""
         if self.split:
             return states, torch.cat((self.input_layernorm(embeds), self.hidden_norm(states)), dim=-1)
-        fused = self.fuse(torch.cat((states, embeds.to(states.dtype)), dim=-1))
+        # Autocast multiplies in 16 bits, but the residual stream keeps its precision.
+        fused = self.fuse(torch.cat((states, embeds.to(states.dtype)), dim=-1)).to(states.dtype)
         return fused, self.input_layernorm(fused)
 
     def outputs(self, residual: Tensor, attended: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ class MedusaConfig:
 
     def __post_init__(self) -> None:
         check_positive(hidden_size=self.hidden_size, vocab_size=self.vocab_size, num_heads=self.num_heads)
+        check_type("num_layers", self.num_layers, int, "an int")
 
 
 class MedusaBlock(nn.Module):
@@ -117,10 +118,10 @@ class MedusaDraftModel(Drafter):
     ) -> Tree:
         plan = plan.cut(self.config.num_heads)
         hidden = state.to(self.heads[0].lm_head.weight.dtype)  # type: ignore[union-attr,arg-type]
-        levels = iter(self(hidden).float().log_softmax(-1))
+        levels = (head(hidden).float().log_softmax(-1) for head in self.heads)  # a shallow plan leaves heads alone
 
-        def step(tokens: Tensor, parent_rows: Tensor) -> Tensor:
-            return next(levels).expand(tokens.numel(), -1)
+        def step(_tokens: Tensor, _parent_rows: Tensor) -> Tensor:
+            return next(levels)[None]
 
         return grow(next(levels), step, plan, root, sampling=sampling, generator=generator)
 
