@@ -188,6 +188,48 @@ def test_bad_input_is_one_sentence(
     assert re.search(expected, text)
 
 
+UNUSABLE = {
+    "a missing file": (None, "nothing.jsonl"),
+    "an empty file": ("", "chats.jsonl"),
+    "no row that can be used": ('{"text": "x"}\n{"messages": 3}\n', "chats.jsonl"),
+    "no answers": ('{"messages": [{"role": "user", "content": "w1 w2"}]}\n' * 3, "chats.jsonl"),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_unusable_data_is_one_sentence(
+    world: Path, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content, name = UNUSABLE[case]
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    monkeypatch.chdir(world)
+    words = [
+        "+variant=eagle3",
+        *_command("logger=none", f"dataset.path={tmp_path / name}", f"output_dir={tmp_path}")[4:],
+    ]
+    monkeypatch.setattr(sys, "argv", ["train", *words])
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    text = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert "Traceback" not in text
+    assert text.splitlines()[-1].startswith("train: ")
+    assert str(tmp_path / name) in text.splitlines()[-1]
+
+
+def test_wandb_offline_is_the_default_and_leaves_a_run(world: Path) -> None:
+    folder = world / "outputs" / "with wandb"
+    words = ["max_steps=4", "eval.enabled=false", "trainer.log_every_n_steps=1", f"output_dir={folder}"]
+    result = _run(world, _command(*words))
+    assert result.returncode == 0, result.stderr[-3000:]
+    (run_file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    content = run_file.read_bytes()
+    for key in (b"train/loss", b"val/tau", b"draft_vocab_size", b"supervised_tokens"):
+        assert key in content, key
+
+
 @pytest.fixture(scope="module")
 def composed(world: Path) -> DictConfig:
     """The config of `_command`, with absolute paths."""
