@@ -32,7 +32,7 @@ BOUND = 0.10  # of the passes
 
 @dataclass
 class Round:
-    """The passes of one round: the draft's levels as (tokens, parent rows), the target's ids and options, the result."""
+    """The passes of one round: the draft's levels as (tokens, parent rows), the target's ids and options, the path."""
 
     levels: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     ids: Tensor | None = None

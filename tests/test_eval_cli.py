@@ -140,7 +140,7 @@ def expect_error(run_eval: Any, capsys: pytest.CaptureFixture, *words: str, **ov
         ({"temperature": "abc"}, ["temperature=abc"]),
         ({"top_p": 0}, ["top_p <= 1"]),
         ({"seed": -1}, ["seed=-1"]),
-        ({"tree.depth": 0}, ["needs depth >= 1"]),
+        ({"tree.depth": 0}, ["depth must be at least 1, got 0"]),
         ({"tree.depth": "abc"}, ["tree.depth=abc", "a whole number"]),
         ({"target.device": "foo"}, ["target.device=foo can't be used here"]),
         ({"target.dtype": "foo"}, ["target.dtype 'foo' is unknown"]),

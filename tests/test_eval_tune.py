@@ -29,8 +29,8 @@ def test_nothing_is_learnt_beyond_what_a_round_offered() -> None:
 def test_shares_are_of_the_rounds_that_offered_the_rank() -> None:
     plan = SparseTree(((0,), (1,), (0, 0), (0, 1), (1, 0)))
     table = acceptance_by_rank([result((0, 0), (0,), (1, 0)), result((), (1,))], plan)
-    assert table[0] == [2 / 5, 2 / 5, 0, 0]
-    assert table[1] == [2 / 4, 0, 0, 0]  # rank 1 was offered twice, below rank 0 only, and never accepted
+    assert table[0] == [2 / 5, 2 / 5]
+    assert table[1] == [2 / 4, 0]  # rank 1 was offered twice, below rank 0 only, and never accepted
     assert len(table) == 2
 
 
@@ -51,7 +51,7 @@ def test_ranks_of_a_real_run_are_those_of_the_draft() -> None:
     target = BigramLM((2 * torch.randn(12, 12, dtype=torch.float64, generator=generator)).softmax(-1))
     logits = target.head(torch.eye(12, dtype=torch.float64))
     best = logits.argmax(-1, keepdim=True)
-    wrong = logits.scatter(1, (best + 1) % 12, logits.max() + 1).softmax(-1)
+    wrong = logits.scatter(1, (best + 1) % 12, float(logits.max()) + 1).softmax(-1)
     got = speculative_decode(
         target, LanguageModelDraft(BigramLM(wrong)), [1], tree=StaticTree((3, 2)), max_new_tokens=40
     )

@@ -175,7 +175,7 @@ def test_drawn_nodes_carry_the_distribution_they_were_drawn_from(rule: str) -> N
         q = VOCABULARY.spread(probabilities(draft.logp(path[:-1]), sampling))
         expected = before.get(above, q)
         torch.testing.assert_close(tree.q[node], expected)
-        assert tree.q[node, path[-1]] > 0
+        assert tree.q[node][path[-1]] > 0
         if rule == "without_replacement":
             rest = expected.clone()
             rest[path[-1]] = 0
