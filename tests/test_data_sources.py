@@ -57,12 +57,14 @@ def test_columns_may_change_their_type(tmp_path):
 
 def test_broken_lines_are_counted_with_their_numbers(tmp_path):
     lines = [b'{"id": 1}', b"no json", b'{"id": "caf\xe9"}', b"7", b'{"id": 2}', b'{"id": "cut o']
-    rows, report = read(write(tmp_path / "a.jsonl", b"\n".join(lines)))
+    path = write(tmp_path / "a.jsonl", b"\n".join(lines))
+    rows, report = read(path)
     assert rows == [{"id": 1}, {"id": 2}]
     report.kept = 2
     assert report.lines() == [
         "2 conversations kept, 4 rows dropped: 2 × line is not JSON (line 2, line 6), "
-        "1 × line is not UTF-8 (line 3), 1 × row is not an object (line 4)"
+        "1 × line is not UTF-8 (line 3), 1 × row is not an object (line 4)",
+        f"warning: {path} is cut off at byte 58, within line 6",
     ]
 
 

@@ -298,7 +298,7 @@ WRONG = {
     "target.dtype=foo": "target.dtype 'foo' is unknown",
     "target.foo=1": "no config key 'target.foo'",
     "dataset.foo=1": "no config key 'dataset.foo'",
-    "tree.depth=0": "needs depth >= 1",
+    "tree.depth=0": "depth must be at least 1, got 0",
     "tree.depth=abc": "tree.depth=abc .* a whole number",
     "tree.foo=1": "no config key 'tree.foo'",
     "eval.temperature=-1": "eval.temperature=-1 .* a number of at least 0",
