@@ -19,7 +19,7 @@ from torch import Tensor
 from data.chat import encode_prompt
 from data.messages import Message
 from spec_decode.decode import DecodeResult, eagle3_decode
-from spec_decode.drafters import eagle3
+from spec_decode import feature_drafter
 from spec_decode.drafters.eagle3 import Eagle3Draft
 from spec_decode.target_hf import HFTarget, TargetSource, open_target
 from spec_decode.tree import DynamicTree, StaticTree, Tree, TreePlan
@@ -44,7 +44,7 @@ class Round:
 def record(target: HFTarget, draft: Eagle3Draft, prompt: Tensor, plan: TreePlan) -> list[Round]:
     """Decode once and note every pass."""
     rounds = [Round()]
-    forward, commit, step = target.forward, draft.commit, eagle3._TreeStep.__call__
+    forward, commit, step = target.forward, draft.commit, feature_drafter.TreeStep.__call__
 
     def noting_forward(ids: Tensor, **options: Any) -> Any:
         if options.get("positions") is not None:  # the prefill has none
@@ -61,12 +61,12 @@ def record(target: HFTarget, draft: Eagle3Draft, prompt: Tensor, plan: TreePlan)
         return commit(state, tree, path, output)
 
     target.forward, draft.commit = noting_forward, noting_commit  # type: ignore[method-assign]
-    eagle3._TreeStep.__call__ = noting_step  # type: ignore[method-assign]
+    feature_drafter.TreeStep.__call__ = noting_step  # type: ignore[method-assign]
     try:
         eagle3_decode(target, draft, prompt, tree=plan, max_new_tokens=NEW_TOKENS)
     finally:
         del target.forward, draft.commit
-        eagle3._TreeStep.__call__ = step  # type: ignore[method-assign]
+        feature_drafter.TreeStep.__call__ = step  # type: ignore[method-assign]
     return rounds[:-1]
 
 
@@ -83,7 +83,7 @@ def replay(target: HFTarget, draft: Eagle3Draft, prompt: Tensor, rounds: list[Ro
         assert one.path is not None
         begin = time.perf_counter()
         last, _ = draft._advance(state, int(one.tree.tokens[0]))
-        step = eagle3._TreeStep(draft, state, last)
+        step = feature_drafter.TreeStep(draft, state, last)
         for tokens, parent_rows in one.levels:
             step(tokens, parent_rows)
         past = cache.length()

@@ -20,11 +20,11 @@ from spec_decode.errors import DraftwrightError
 
 
 def encode_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], max_length: int
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], max_length: int, *, ends: bool = True
 ) -> tuple[list[int], list[bool]]:
     """Token ids and loss mask of one chat, cut to max_length and then behind the last supervised token.
 
-    Both lists are empty when no supervised token lies within max_length. Raises UnusableRow when the template
+    ends: whether the last answer is complete; else its end-of-turn token and what follows are left out. Both lists are empty when no supervised token lies within max_length. Raises UnusableRow when the template
     refuses the chat, and DraftwrightError when there is no template or it rewrites earlier turns.
     """
     ids: list[int] = []
@@ -44,6 +44,8 @@ def encode_chat(
         start = common_prefix(before, after)
         mask += [False] * (start - len(mask)) + [True] * (len(after) - start)
         ids = after
+    if not ends and tokenizer.eos_token_id in ids:
+        mask = mask[: len(ids) - 1 - ids[::-1].index(tokenizer.eos_token_id)]
     mask = mask[:max_length]
     length = len(mask) - mask[::-1].index(True) if True in mask else 0
     return ids[:length], mask[:length]

@@ -1,4 +1,4 @@
-"""`python -m data inspect`: Hydra configs in, plain Python values out."""
+"""`python -m data inspect | regenerate`: Hydra configs in, plain Python values out."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from conf.check import Between, Positive, build
 from data.inspect import print_chats
 from data.prepare import encoded_chats
 from data.readers import ReadReport
+from data.regenerate import RegenerateSettings, regenerate
 from data.sources import Source
-from spec_decode.target_hf import TargetSource, open_tokenizer
+from spec_decode.target_hf import TargetSource, open_target, open_tokenizer
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class InspectSettings:
 
 def main() -> None:
     """Entry point of `python -m data`."""
-    launch("data", {"inspect": ("data", run_inspect)}, sys.argv)
+    launch("data", {"inspect": ("data", run_inspect), "regenerate": ("regenerate", run_regenerate)}, sys.argv)
 
 
 def run_inspect(config: DictConfig) -> None:
@@ -42,3 +43,13 @@ def run_inspect(config: DictConfig) -> None:
     shown = list(islice(chats, settings.limit))
     report.kept = len(shown)
     print_chats(Console(), tokenizer, shown, report)
+
+
+def run_regenerate(config: DictConfig) -> None:
+    """Let the target answer the chats of a data set."""
+    settings, report = build(RegenerateSettings, plain(config)), ReadReport()
+    target, tokenizer = open_target(settings.target)
+    tokens = regenerate(target, tokenizer, settings, report)
+    for line in report.lines():
+        print(line)
+    print(f"{tokens:,} tokens written to {settings.output}")

@@ -1,8 +1,9 @@
 """Target states for training: computed in the step, or captured once to disk and memory-mapped.
 
 A cache folder is named by a fingerprint of all that its content depends on: what the target computes (weights,
-constants, dtype), the token ids and loss masks (which tokenizer, template, data and length end in) and the tapped
-layers. So a cache of another configuration is never read; a new one is written beside it.
+constants, dtype), the token ids and loss masks (which tokenizer, template, data and length end in), and by the tapped
+layers. So a cache of another configuration is never read; a new one is written beside it. A cache that holds more
+layers than a draft needs serves it too: one capture is enough for all variants.
 """
 
 from __future__ import annotations
@@ -44,15 +45,16 @@ class FeatureSource(Protocol):
 def run_target(target: Target, documents: list[Tensor], taps: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
     """(features [T, taps * H], last_hidden [T, H]) of every document from one forward pass.
 
-    Documents are padded on the right: under causal attention no real token sees the padding.
+    Documents are padded on the right: under causal attention no real token sees the padding. Without taps features
+    are [T, 0].
     """
     ids = torch.nn.utils.rnn.pad_sequence([document.long() for document in documents], batch_first=True)
     with torch.no_grad():
         output = target.forward(ids.to(target.device), taps=taps, last_hidden=True)
-    assert output.features is not None
     assert output.last_hidden is not None
+    features = output.last_hidden[..., :0] if output.features is None else output.features
     return [
-        (output.features[row, : document.numel()], output.last_hidden[row, : document.numel()])
+        (features[row, : document.numel()], output.last_hidden[row, : document.numel()])
         for row, document in enumerate(documents)
     ]
 
@@ -70,13 +72,17 @@ class OnlineFeatures:
 
 
 class CachedFeatures:
-    """Reads a folder written by `capture`."""
+    """Reads the layers `taps` of a folder written by `capture`."""
 
-    def __init__(self, folder: Path, sequences: Sequences) -> None:
+    def __init__(self, folder: Path, sequences: Sequences, taps: tuple[int, ...]) -> None:
         self.sequences = sequences
         self.lengths = sequences.offsets.diff().tolist()
         manifest = json.loads((folder / "manifest.json").read_text())
         self._places: list[list[int]] = manifest["places"]  # document -> [shard, first row]
+        stored = manifest["taps"]
+        # Which of the stored layers to take; None for all, since choosing copies.
+        self._chosen = None if list(taps) == stored else [stored.index(tap) for tap in taps]
+        self._stored = len(stored)
         try:
             self._shards = [safe_open(folder / name, framework="pt") for name in manifest["shards"]]
         except (OSError, SafetensorError) as error:
@@ -90,27 +96,37 @@ class CachedFeatures:
     def _read(self, document: int) -> tuple[Tensor, Tensor]:
         shard, row = self._places[document]
         rows = slice(row, row + self.lengths[document])
+        last_hidden = self._shards[shard].get_slice("last_hidden")[rows]
+        if self._chosen == []:
+            return last_hidden[:, :0], last_hidden
         features = self._shards[shard].get_slice("features")[rows]
-        return features, self._shards[shard].get_slice("last_hidden")[rows]
+        if self._chosen is not None:
+            features = features.unflatten(-1, (self._stored, -1))[:, self._chosen].flatten(1)
+        return features, last_hidden
 
 
 def cached_features(
     target: Target, sequences: Sequences, taps: tuple[int, ...], root: str | Path, name: str
 ) -> CachedFeatures:
-    """Features of `sequences` from the cache under `root`, captured first where they aren't there.
+    """Features of `sequences` from a cache under `root` that holds these layers, captured first if there is none.
 
     Raises DraftwrightError if the disk is full, the folder can't be written or a shard is damaged.
     """
-    identity = fingerprint(target, sequences, taps)
-    folder = Path(root).expanduser() / "features" / f"{name}-{identity}"
-    if not _is_complete(folder, identity):
-        capture(target, sequences, taps, folder, identity)
-    return CachedFeatures(folder, sequences)
+    identity = fingerprint(target, sequences)
+    parent = Path(root).expanduser() / "features"
+    prefix = f"{name}-{identity}-"
+    for found in sorted(parent.glob(f"{prefix}*")):
+        stored = _stored_taps(found, identity)
+        if stored is not None and set(taps) <= set(stored):
+            return CachedFeatures(found, sequences, taps)
+    folder = parent / (prefix + ("-".join(map(str, taps)) or "last"))
+    capture(target, sequences, taps, folder, identity)
+    return CachedFeatures(folder, sequences, taps)
 
 
-def fingerprint(target: Target, sequences: Sequences, taps: tuple[int, ...]) -> str:
-    """A hash of everything that the states depend on."""
-    digest = sha256(f"{taps} {target.identity()}".encode())
+def fingerprint(target: Target, sequences: Sequences) -> str:
+    """A hash of everything that the states depend on, beside the layers that are tapped."""
+    digest = sha256(target.identity().encode())
     for tensor in (sequences.ids, sequences.loss_mask, sequences.offsets):
         digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
@@ -122,7 +138,7 @@ def capture(target: Target, sequences: Sequences, taps: tuple[int, ...], folder:
     Complete shards that an interrupted or another process left under the same identity are kept.
     """
     lengths: list[int] = sequences.offsets.diff().tolist()
-    shards = _plan(lengths, identity)
+    shards = _plan(lengths, f"{identity} {list(taps)}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         missing = [shard for shard in shards if not shard.is_written(folder)]
@@ -135,6 +151,7 @@ def capture(target: Target, sequences: Sequences, taps: tuple[int, ...], folder:
                 _write_shard(target, sequences, taps, folder, shard, partial(progress.advance, task))
         manifest = {
             "fingerprint": identity,
+            "taps": list(taps),
             "shards": [shard.name for shard in shards],
             "places": _places(shards, lengths),
         }
@@ -225,11 +242,13 @@ def batches_by_length(lengths: list[int]) -> Iterator[list[int]]:
         yield batch
 
 
-def _is_complete(folder: Path, identity: str) -> bool:
+def _stored_taps(folder: Path, identity: str) -> list[int] | None:
+    """The layers that a complete cache with this fingerprint holds; None for anything else."""
     try:
-        return json.loads((folder / "manifest.json").read_text()).get("fingerprint") == identity
-    except (OSError, ValueError):
-        return False
+        manifest = json.loads((folder / "manifest.json").read_text())
+        return list(manifest["taps"]) if manifest["fingerprint"] == identity else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _check_space(folder: Path, needed: int) -> None:

@@ -49,6 +49,17 @@ class Chat:
 
 
 @dataclass(frozen=True)
+class Row:
+    """One usable row of a source. number: its place among the usable ones; id: its name in the source, if it has one;
+    finished: whether the last answer ends, rather than being cut (`data.regenerate` marks those)."""
+
+    number: int
+    id: str | None
+    messages: list[Message]
+    finished: bool
+
+
+@dataclass(frozen=True)
 class Prepared:
     """Both sides of a data set; heldout_prompts[i] opens heldout[i]."""
 
@@ -121,6 +132,19 @@ def prepare(
     return Prepared(sequences, _sequences(heldout.chats), report, [chat.prompt for chat in heldout.chats])
 
 
+def usable_rows(source: Source, report: ReadReport) -> Iterator[Row]:
+    """The rows of a source that hold a chat; what cannot be used is counted in `report`."""
+    number = 0
+    for row in open_rows(source, report):
+        try:
+            messages = parse_row(row)
+        except UnusableRow as reason:
+            report.drop(str(reason))
+            continue
+        yield Row(number, _id(row), messages, row.get("finished") is not False)
+        number += 1
+
+
 def encoded_chats(
     tokenizer: PreTrainedTokenizerBase,
     source: Source,
@@ -135,14 +159,14 @@ def encoded_chats(
     rows_of_stem: Counter[str] = Counter()
     usable = 0
     unsupervised: list[Message] | None = None
-    for row in open_rows(source, report):
+    for row in usable_rows(source, report):
+        messages = row.messages
+        group, identity = _group(row, rows_of_stem)
+        if not wanted(group):
+            usable += 1
+            continue
         try:
-            messages = parse_row(row)
-            group, identity = _group(row, messages, rows_of_stem)
-            if not wanted(group):
-                usable += 1
-                continue
-            ids, mask = encode_chat(tokenizer, messages, max_length)
+            ids, mask = encode_chat(tokenizer, messages, max_length, ends=row.finished)
             if not any(mask):
                 unsupervised = unsupervised or messages
                 raise UnusableRow("no supervised token within max_length")
@@ -177,15 +201,22 @@ def _nothing_usable(
     )
 
 
-def _group(row: Any, messages: list[Message], rows_of_stem: Counter[str]) -> tuple[str, str]:
-    """(what decides the side, the row's own identity)."""
+def _id(row: dict[str, Any]) -> str | None:
+    """The row's own name, whichever key holds it."""
     for key in ("id", "conversation_id", "prompt_id"):
         value = row.get(key)
         if isinstance(value, str | int) and str(value):
-            stem = _CHUNK.sub("", str(value))
-            rows_of_stem[stem] += 1
-            return (stem if rows_of_stem[stem] <= _MAX_CHUNKS else str(value)), str(value)
-    first = next(message.content for message in messages if message.role == "user")
+            return str(value)
+    return None
+
+
+def _group(row: Row, rows_of_stem: Counter[str]) -> tuple[str, str]:
+    """(what decides the side, the row's own identity)."""
+    if row.id is not None:
+        stem = _CHUNK.sub("", row.id)
+        rows_of_stem[stem] += 1
+        return (stem if rows_of_stem[stem] <= _MAX_CHUNKS else row.id), row.id
+    first = next(message.content for message in row.messages if message.role == "user")
     return first, first
 
 

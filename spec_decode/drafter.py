@@ -101,12 +101,11 @@ class VocabularyConfig(SizedConfig, Protocol):
 
 
 class VocabularyDrafter(Drafter):
-    """A draft whose own `lm_head` scores a part of the target's vocabulary.
+    """A draft that scores a part of the target's vocabulary.
 
     d2t: target id minus draft id, int64 [V_draft]; t2d: whether the draft has a target token, bool [V].
     """
 
-    lm_head: nn.Linear
     d2t: Tensor
     t2d: Tensor
 
@@ -134,10 +133,13 @@ class VocabularyDrafter(Drafter):
         """The same, as trees are grown with it."""
         return DraftVocabulary(self.vocabulary(), self.config.vocab_size)
 
+    @abstractmethod
     def init_head(self, head_weight: Tensor) -> None:
-        """Start `lm_head` from the target's rows [V, H] of the draft vocabulary."""
-        with torch.no_grad():
-            self.lm_head.weight.copy_(head_weight[self.vocabulary().to(head_weight.device)])
+        """Start the draft's own head from the target's rows [V, H] of the draft vocabulary."""
+
+    @abstractmethod
+    def heads(self) -> list[Tensor]:
+        """The unembedding [V_draft, H] of each step, or one for all steps."""
 
     @abstractmethod
     def save_pretrained(self, folder: str | Path, readme: str = "") -> None:

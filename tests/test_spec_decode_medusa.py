@@ -87,7 +87,7 @@ def test_right_heads_are_accepted(target: MultiLayerCausalLM, medusa: MedusaDraf
     hidden = target.forward(torch.tensor([PROMPT]), last_hidden=True).last_hidden
     assert hidden is not None
     with torch.no_grad():
-        for index, head in enumerate(medusa.heads):
+        for index, head in enumerate(medusa.medusa):
             head.lm_head.weight.zero_()  # type: ignore[union-attr,operator]
             head.lm_head.weight[tokens[1 + index]] = hidden[0, -1]  # type: ignore[union-attr,index]
     got = speculative_decode(target, medusa, PROMPT, tree=StaticTree((1, 1, 1)), max_new_tokens=5)

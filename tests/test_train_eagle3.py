@@ -9,7 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from data.alignment import align
 from data.batch import Sequences
 from data.features import OnlineFeatures
-from spec_decode.drafters.eagle3 import Eagle3Config, Eagle3Draft, _TreeStep
+from spec_decode.drafters.eagle3 import Eagle3Config, Eagle3Draft
+from spec_decode.feature_drafter import TreeStep
 from spec_decode.target_hf import HFTarget
 from train.eagle3 import Eagle3Module
 from train.losses import soft_cross_entropy
@@ -73,7 +74,7 @@ def test_training_and_decoding_compute_the_same_chain(target, options):
             state = module.draft.start(output, ids)
             last, logp = module.draft._advance(state, int(batch.ids[row + 1]))
             check(last[0], logp, unrolled[0, row])
-            step = _TreeStep(module.draft, state, last)
+            step = TreeStep(module.draft, state, last)
             for depth in range(1, 4):
                 logp = step(batch.ids[row + 1 + depth][None], torch.tensor([depth - 2]))
                 check(step.states[-1], logp[0], unrolled[depth, row])

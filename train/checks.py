@@ -15,6 +15,7 @@ from conf.check import convert_all
 from spec_decode.errors import DraftwrightError, first_line
 from spec_decode.target import TargetSpec
 from spec_decode.target_hf import TargetSource
+from train.losses import build_loss
 from train.module import PRECISIONS
 from train.settings import TrainSettings
 
@@ -27,11 +28,25 @@ _ANY_TARGET = TargetSpec(
 
 def check_module(kind: type, options: Mapping[str, Any]) -> None:
     """Check a module's section against its constructor; draft and target come later."""
-    hints = get_type_hints(kind.__init__, include_extras=True)  # type: ignore[misc]
-    known = {name: hints.get(name) for name in inspect.signature(kind).parameters if name not in ("draft", "target")}
+    known = {name: hint for name, hint in _parameters(kind).items() if name not in ("draft", "target")}
     convert_all(options, known, "module")
     if missing := sorted(known.keys() - options.keys()):
         raise DraftwrightError(f"the config key 'module.{missing[0]}' is missing: pass module.{missing[0]}=…")
+
+
+def _parameters(kind: type) -> dict[str, Any]:
+    """The constructor's parameters and their annotations, those of the class above included where it passes on
+    **options."""
+    found: dict[str, Any] = {}
+    for cls in kind.__mro__:
+        if "__init__" not in vars(cls):
+            continue
+        hints = get_type_hints(cls.__init__, include_extras=True)  # type: ignore[misc]
+        parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
+        found |= {one.name: hints.get(one.name) for one in parameters if one.kind != one.VAR_KEYWORD}
+        if all(one.kind != one.VAR_KEYWORD for one in parameters):
+            break
+    return found
 
 
 def check_draft(kind: type, options: Mapping[str, Any], spec: TargetSpec | None = None, **sizes: int) -> None:
@@ -64,7 +79,8 @@ def try_optimizer(module_factory: Any) -> None:
     """Build the optimiser and the schedule of a module (a partial) once."""
     toy = nn.Sequential(nn.Linear(2, 2), nn.RMSNorm(2))
     try:
-        optimizer = module_factory.keywords["optimizer"](toy.named_parameters())
+        optimizer = module_factory.keywords["optimizer"](toy.named_parameters(), lr=module_factory.keywords["lr"])
+        build_loss(module_factory.keywords["loss"])
         module_factory.keywords["schedule"](optimizer, total_steps=1)
     except DraftwrightError:
         raise

@@ -5,15 +5,20 @@ p is the target's distribution, q the draft's. Every loss maps (logits [..., V] 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional as F
+
+from spec_decode.errors import DraftwrightError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 CHUNK_ROWS = 256  # rows of logits at a time: a chunk stays in a CPU's cache, yet fills its matrix products
+TOP_K = 10  # tokens that HASS looks at
+TINY = 1e-30  # a probability that counts as 0 in logarithms
 GROUP_ROWS = 1024  # rows per update of the head's gradient: that many at once spare memory traffic
 
 
@@ -42,18 +47,94 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return (q - p).mul_(grad[..., None]), None
 
 
-def chunked_head_loss(
-    states: Tensor, weight: Tensor, weights: Tensor, target_states: Tensor, target_weight: Tensor, loss: Loss
-) -> tuple[Tensor, Tensor]:
-    """Sum of weights[k, s] * loss(states[k, s] @ weight^T, softmax(target_states[s] @ target_weight^T)).
+def kl(logits: Tensor, p: Tensor) -> Tensor:
+    """KL(p || q): soft cross-entropy less the target's entropy, so 0 at the optimum; the same gradient."""
+    return soft_cross_entropy(logits, p) + (p * _log(p)).sum(dim=-1)
 
-    states [K, S, H], the draft's normed states of K unrolled steps, all of which predict the same S tokens;
-    weight [V, H], the draft's head; weights [K, S]; target_states [S, H'] and target_weight [V, H'] frozen.
-    Logits exist for CHUNK_ROWS rows at a time and their gradients for GROUP_ROWS, in the forward pass.
+
+def reverse_kl(logits: Tensor, p: Tensor) -> Tensor:
+    """KL(q || p), which a draft lowers by covering the target's main mode (MiniLLM, arXiv:2306.08543)."""
+    log_q = logits.log_softmax(dim=-1)
+    return (log_q.exp() * (log_q - _log(p))).sum(dim=-1)
+
+
+def total_variation(logits: Tensor, p: Tensor) -> Tensor:
+    """1 - sum_v min(p(v), q(v)): the probability that a drafted token is rejected (DistillSpec, arXiv:2310.08461)."""
+    return 1 - acceptance(logits, p)
+
+
+def lk(logits: Tensor, p: Tensor) -> Tensor:
+    """-log sum_v min(p(v), q(v)), the likelihood of acceptance (LK losses, arXiv:2602.23881, its "alpha")."""
+    return -acceptance(logits, p).clamp(min=TINY).log()
+
+
+def lk_adaptive(logits: Tensor, p: Tensor) -> Tensor:
+    """w KL(p || q) + (1 - w) TV with w = exp(-3 acceptance): KL while the draft is far off, then what counts (LK
+    losses, arXiv:2602.23881, its "lambda"; w carries no gradient)."""
+    accepted = acceptance(logits, p)
+    w = torch.exp(-3 * accepted.detach())
+    return w * kl(logits, p) + (1 - w) * (1 - accepted)
+
+
+def hard_cross_entropy(logits: Tensor, p: Tensor) -> Tensor:
+    """-log q(best token of p): Medusa's loss (arXiv:2401.10774, section 2.2.1) when p is one-hot on the data."""
+    best = p.argmax(dim=-1, keepdim=True).expand(*logits.shape[:-1], 1)
+    return -logits.log_softmax(dim=-1).gather(-1, best)[..., 0]
+
+
+def top_k_cross_entropy(logits: Tensor, p: Tensor) -> Tensor:
+    """-sum over the target's TOP_K best tokens of p log q (HASS, arXiv:2408.15766, section 3.1)."""
+    values, ids = p.topk(min(TOP_K, p.shape[-1]), dim=-1)
+    log_q = logits.log_softmax(dim=-1)
+    return -(values * log_q.gather(-1, ids.expand(*logits.shape[:-1], -1))).sum(dim=-1)
+
+
+def acceptance(logits: Tensor, p: Tensor) -> Tensor:
+    """sum_v min(p(v), q(v)): the probability that a token drawn from q is accepted (arXiv:2211.17192, theorem 3.5)."""
+    return torch.minimum(p, logits.softmax(dim=-1)).sum(dim=-1)
+
+
+def build_loss(wanted: Loss | str | Mapping[str, float]) -> Loss:
+    """A loss by its name, or the sum of several: {"soft_cross_entropy": 0.1, "top_k_cross_entropy": 1.0}.
+
+    Raises DraftwrightError for a name that isn't in LOSSES.
+    """
+    if callable(wanted):
+        return wanted
+    shares = {wanted: 1.0} if isinstance(wanted, str) else dict(wanted)
+    for name in shares:
+        if name not in LOSSES:
+            raise DraftwrightError(f"module.loss={name} is unknown; choose from {', '.join(LOSSES)}")
+    if len(shares) == 1:
+        name, share = next(iter(shares.items()))
+        if share == 1:
+            return LOSSES[name]
+    return lambda logits, p: sum((share * LOSSES[name](logits, p) for name, share in shares.items()), start=0.0)
+
+
+def _log(p: Tensor) -> Tensor:
+    """log p, finite where p is 0."""
+    return p.clamp(min=TINY).log()
+
+
+def chunked_head_loss(
+    states: Tensor,
+    heads: Sequence[Tensor],
+    weights: Tensor,
+    target_states: Tensor,
+    target_weight: Tensor,
+    loss: Loss,
+    labels: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Sum of weights[k, s] * loss(states[k, s] @ heads[k]^T, softmax(target_states[s] @ target_weight^T)).
+
+    states [K, S, H], the draft's states of K unrolled steps, all of which predict the same S tokens; heads: the
+    unembedding [V, H] of each step, or one for all; weights [K, S]; target_states [S, H'] and target_weight [V, H']
+    frozen; labels [S]: draft ids that take all probability instead of the target's distribution. Logits exist for CHUNK_ROWS rows at a time and their gradients for GROUP_ROWS, in the forward pass.
     Returns (weighted sum, unweighted sums over s where weights > 0 as [K]); only the former has a gradient.
     """
     learns = torch.is_grad_enabled()  # always off inside forward
-    return _ChunkedHeadLoss.apply(states, weight, weights, target_states, target_weight, loss, learns)  # type: ignore[no-any-return]
+    return _ChunkedHeadLoss.apply(states, weights, target_states, target_weight, loss, labels, learns, *heads)  # type: ignore[no-any-return]
 
 
 class _ChunkedHeadLoss(torch.autograd.Function):
@@ -61,30 +142,39 @@ class _ChunkedHeadLoss(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx,
         states: Tensor,
-        weight: Tensor,
         weights: Tensor,
         target_states: Tensor,
         target_weight: Tensor,
         loss: Loss,
+        labels: Tensor | None,
         learns: bool,
+        *heads: Tensor,
     ) -> tuple[Tensor, Tensor]:
         compute = _compute_dtype(states)
         total = states.new_zeros((), dtype=torch.float32)
         steps = states.new_zeros(states.shape[0], dtype=torch.float32)
         grad_states = torch.zeros_like(states)
-        grad_weight = torch.zeros_like(weight) if learns else weight.new_empty(0)
+        trained = [learns and head.requires_grad for head in heads]  # a frozen head needs no gradient
+        grad_heads = [torch.zeros_like(head) if train else None for head, train in zip(heads, trained, strict=True)]
         # From here on [S, K, ...], so that chunks are contiguous, and cast once, not for each chunk as autocast would.
         states, weights = states.transpose(0, 1).to(compute).contiguous(), weights.T
-        weight, target_states, target_weight = (x.to(compute) for x in (weight, target_states, target_weight))
+        own = [head.to(compute) for head in heads]
+        target_weight, target_states = target_weight.to(compute), target_states.to(compute)
+        # One head takes all steps in one product; several take one step each.
+        spans = [slice(None)] if len(own) == 1 else [slice(step, step + 1) for step in range(len(own))]
         size, chunk_size = (max(1, rows // states.shape[1]) for rows in (GROUP_ROWS, CHUNK_ROWS))
         for first in range(0, len(states), size):
             group = states[first : first + size]
-            grads = group.new_empty(*group.shape[:2], len(weight)) if learns else None
+            grads = group.new_empty(*group.shape[:2], len(own[0])) if learns else None
             for start in range(0, len(group), chunk_size):
                 chunk = slice(start, start + chunk_size)
                 rows = slice(first + start, first + start + len(group[chunk]))
-                p = _precise(target_states[rows] @ target_weight.T).softmax(dim=-1)
-                logits = _precise(states[rows] @ weight.T).requires_grad_(learns)
+                if labels is None:
+                    p = _precise(target_states[rows] @ target_weight.T).softmax(dim=-1)
+                else:
+                    p = F.one_hot(labels[rows], len(target_weight)).to(torch.float32)
+                parts = [states[rows, span] @ head.T for span, head in zip(spans, own, strict=True)]
+                logits = _precise(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).requires_grad_(learns)
                 with torch.set_grad_enabled(learns):
                     values = loss(logits, p[:, None])
                     weighted = (values * weights[rows]).sum()
@@ -92,18 +182,22 @@ class _ChunkedHeadLoss(torch.autograd.Function):
                 steps += (values.detach() * (weights[rows] > 0)).sum(dim=0)
                 if grads is not None:
                     grads[chunk] = torch.autograd.grad(weighted, logits)[0]
-                    grad_states[:, rows] = (grads[chunk] @ weight).transpose(0, 1)
+                    for span, head in zip(spans, own, strict=True):
+                        grad_states[span, rows] = (grads[chunk, span] @ head).transpose(0, 1).to(grad_states.dtype)
             if grads is not None:
-                grad_weight += grads.flatten(0, 1).T @ group.flatten(0, 1)
-        ctx.save_for_backward(grad_states, grad_weight)
+                for span, grad_head in zip(spans, grad_heads, strict=True):
+                    if grad_head is not None:
+                        grad_head += grads[:, span].flatten(0, 1).T @ group[:, span].flatten(0, 1)
+        ctx.save_for_backward(grad_states, *grad_heads)
         ctx.mark_non_differentiable(steps)
         return total, steps
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_total, _grad_steps):  # type: ignore[no-untyped-def]
-        grad_states, grad_weight = ctx.saved_tensors
-        return grad_states * grad_total, grad_weight * grad_total, None, None, None, None, None
+        grad_states, *grad_heads = ctx.saved_tensors
+        scaled = [None if grad_head is None else grad_head * grad_total for grad_head in grad_heads]
+        return grad_states * grad_total, None, None, None, None, None, None, *scaled
 
 
 def _compute_dtype(tensor: Tensor) -> torch.dtype:
@@ -115,3 +209,18 @@ def _compute_dtype(tensor: Tensor) -> torch.dtype:
 def _precise(tensor: Tensor) -> Tensor:
     """At least fp32."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+LOSSES: dict[str, Loss] = {
+    loss.__name__: loss
+    for loss in (
+        soft_cross_entropy,
+        kl,
+        reverse_kl,
+        total_variation,
+        lk,
+        lk_adaptive,
+        hard_cross_entropy,
+        top_k_cross_entropy,
+    )
+}

@@ -5,6 +5,8 @@ Sums are kept and divided at the end, never a mean of means.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torchmetrics import Metric
@@ -39,14 +41,14 @@ class UnrollMetrics(Metric):
     def update(
         self,
         states: Tensor,
-        weight: Tensor,
+        heads: Sequence[Tensor],
         target_states: Tensor,
         head_weight: Tensor,
         vocabulary: Tensor,
         alignment: Alignment,
         loss: Loss,
     ) -> None:
-        """states [K, S, H] of the draft and weight [V_draft, H]; target_states [S, H'] and head_weight [V, H'];
+        """states [K, S, H] of the draft and heads [V_draft, H], one for each step or one for all; target_states [S, H'] and head_weight [V, H'];
         vocabulary [V_draft]: target id of every draft id."""
         right = torch.zeros_like(alignment.valid)
         for start in range(0, target_states.shape[0], CHUNK_ROWS):
@@ -54,7 +56,7 @@ class UnrollMetrics(Metric):
             valid = alignment.valid[:, rows]
             full = (target_states[rows] @ head_weight.T).float()
             restricted = full[:, vocabulary]
-            logits = (states[:, rows] @ weight.T).float()
+            logits = _logits(states[:, rows], heads).float()
             p = (restricted - full.logsumexp(dim=-1, keepdim=True)).exp()
             right[:, rows] = (vocabulary[logits.argmax(-1)] == full.argmax(-1)) & valid
             self.accepted += (torch.minimum(p, logits.softmax(-1)).sum(-1) * valid).sum(1)
@@ -83,3 +85,10 @@ class UnrollMetrics(Metric):
         for name, sums in (("loss", self.loss), ("accuracy", self.correct), ("acceptance", self.accepted)):
             result |= {f"{name}/{step}": value for step, value in enumerate(sums / tokens)}
         return {name: value.float() for name, value in result.items()}
+
+
+def _logits(states: Tensor, heads: Sequence[Tensor]) -> Tensor:
+    """states [K, R, H] -> [K, R, V_draft]."""
+    if len(heads) == 1:
+        return states @ heads[0].T.to(states.dtype)
+    return torch.stack([state @ head.T.to(state.dtype) for state, head in zip(states, heads, strict=True)])

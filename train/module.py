@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from data.alignment import Alignment, align
 from data.batch import Batch
+from spec_decode.drafter import VocabularyDrafter
 from spec_decode.errors import DraftwrightError
 from spec_decode.target import Target
-from train.losses import Loss, chunked_head_loss
+from train.losses import Loss, build_loss, chunked_head_loss
 from train.metrics import UnrollMetrics
 
-OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
+OptimizerFactory = Callable[..., Optimizer]
 ScheduleFactory = Callable[..., LRScheduler]
 
 PRECISIONS = ("32-true", "bf16-mixed")
@@ -28,11 +29,13 @@ PRECISIONS = ("32-true", "bf16-mixed")
 
 @dataclass(frozen=True)
 class Unrolled:
-    """Draft states [K, S, H] that predict S supervised tokens at K steps, and the target's states for them [S, H']."""
+    """Draft states [K, S, H] that predict S supervised tokens at K steps, the target's states for them [S, H'], and
+    the tokens [S]."""
 
     alignment: Alignment
     states: Tensor
     target_states: Tensor
+    tokens: Tensor
 
 
 def is_logged(trainer: Trainer, step: int) -> bool:
@@ -44,27 +47,32 @@ def is_logged(trainer: Trainer, step: int) -> bool:
 class DraftModule(LightningModule):
     """Trains `draft` against a frozen target.
 
-    Loss: sum over steps k of decay^k times the mean loss over the supervised tokens that step k predicts.
+    Loss: sum over steps k of decay^k times the mean loss over the supervised tokens that step k predicts, against the
+    target's distribution (labels="target") or the tokens of the data (labels="data").
     The target is no submodule: its weights never enter a checkpoint.
     """
 
     def __init__(
         self,
-        draft: nn.Module,
+        draft: VocabularyDrafter,
         target: Target,
         *,
         steps: int,
         decay: float,
-        loss: Loss,
+        loss: Loss | str | Mapping[str, float],
+        labels: str = "target",
+        lr: float,
         optimizer: OptimizerFactory,
         schedule: ScheduleFactory,
     ) -> None:
         super().__init__()
-        self.draft = draft
+        self.draft: VocabularyDrafter = draft
         self.target = target
-        self.steps, self.decay, self.loss = steps, decay, loss
-        self._optimizer, self._schedule = optimizer, schedule
-        vocabulary = draft.vocabulary()  # type: ignore[operator]
+        if labels not in ("target", "data"):
+            raise DraftwrightError(f"module.labels={labels} is unknown; choose target or data")
+        self.steps, self.decay, self.loss, self.labels = steps, decay, build_loss(loss), labels
+        self.lr, self._optimizer, self._schedule = lr, optimizer, schedule
+        vocabulary = draft.vocabulary()
         head = target.head_weight().detach()
         self.register_buffer("vocabulary", vocabulary, persistent=False)
         self.register_buffer("target_head", head[vocabulary.to(head.device)], persistent=False)
@@ -75,16 +83,7 @@ class DraftModule(LightningModule):
 
     @abstractmethod
     def unroll(self, batch: Batch, rows: Tensor) -> Tensor:
-        """Normed states of `rows` [R] at every step, ready for the draft's head: [K, R, H]."""
-
-    def head_weight(self) -> Tensor:
-        """The draft's unembedding, [V_draft, H]."""
-        return self.draft.lm_head.weight  # type: ignore[union-attr,return-value]
-
-    @property
-    def residual_dtype(self) -> torch.dtype:
-        """The precision of the residual stream: that of the draft's weights, whatever autocast multiplies in."""
-        return self.head_weight().dtype
+        """What the draft's heads read of `rows` [R] at every step, [K, R, H]."""
 
     def setup(self, stage: str) -> None:
         """Raises DraftwrightError for a precision in which training would silently fail."""
@@ -121,28 +120,37 @@ class DraftModule(LightningModule):
         alignment = align(batch.loss_mask, batch.offsets, self.steps)
         states = self.unroll(batch, alignment.rows)
         states = torch.stack([state[index] for state, index in zip(states, alignment.index, strict=True)])
-        return Unrolled(alignment, states, batch.last_hidden[alignment.targets - 1])
+        return Unrolled(alignment, states, batch.last_hidden[alignment.targets - 1], batch.ids[alignment.targets])
 
     def _loss(self, unrolled: Unrolled) -> tuple[Tensor, Tensor]:
         """(loss, mean loss of each step [K])."""
-        valid = unrolled.alignment.valid
+        valid, labels = unrolled.alignment.valid, None
+        if self.labels == "data":
+            labels, known = self._draft_ids(unrolled.tokens)
+            valid = valid & known
         counts = valid.sum(dim=1, keepdim=True).clamp(min=1)
         decay = self.decay ** torch.arange(self.steps, device=valid.device)[:, None]
         loss, sums = chunked_head_loss(
             unrolled.states,
-            self.head_weight(),
+            self.draft.heads(),
             valid / counts * decay,
             unrolled.target_states,
             self.target_head,
             self.loss,
+            labels,
         )
         return loss, sums / counts[:, 0]
+
+    def _draft_ids(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Draft ids of target ids [S], and whether the draft has them: its other tokens are no labels."""
+        ids = torch.searchsorted(self.vocabulary, tokens).clamp(max=self.vocabulary.numel() - 1)
+        return ids, self.vocabulary[ids] == tokens
 
     def _measure(self, unrolled: Unrolled, metrics: UnrollMetrics) -> None:
         head = self.target.head_weight()
         metrics.update(
             unrolled.states.detach(),
-            self.head_weight(),
+            self.draft.heads(),
             unrolled.target_states.to(head.dtype),
             head,
             self.vocabulary,
@@ -151,6 +159,6 @@ class DraftModule(LightningModule):
         )
 
     def configure_optimizers(self) -> Any:
-        optimizer = self._optimizer(list(self.draft.named_parameters()))
+        optimizer = self._optimizer(list(self.draft.named_parameters()), lr=self.lr)
         schedule = self._schedule(optimizer, total_steps=int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -15,6 +15,7 @@ from spec_decode.target_hf import TargetSource
 _RANGES: dict[tuple[str, str], Any] = {
     ("module", "steps"): Positive,
     ("module", "decay"): Share,
+    ("module", "lr"): NonNegative,
     ("trainer", "val_check_interval"): Positive,
     ("trainer", "log_every_n_steps"): Positive,
     ("trainer", "gradient_clip_val"): NonNegative | None,

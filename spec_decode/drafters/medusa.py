@@ -12,34 +12,49 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_decode.checkpoint import open_draft, save_draft
-from spec_decode.drafter import Drafter, check_sizes
+from spec_decode.drafter import VocabularyDrafter, check_sizes
 from spec_decode.errors import DraftwrightError, check_positive, check_type
 from spec_decode.growth import grow
 from spec_decode.sampling import GREEDY, Sampling
-from spec_decode.target import Target, TargetOutput
+from spec_decode.target import Target, TargetOutput, TargetSpec
 from spec_decode.tree import Tree, TreePlan
 
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """num_heads: tokens proposed beyond the target's own; num_layers: residual blocks in each head."""
+    """num_heads: tokens proposed beyond the target's own; num_layers: residual blocks in each head;
+    draft_vocab_size: tokens that the heads score, 0 for all of the target's."""
 
     hidden_size: int
     vocab_size: int
     num_heads: int = 4
     num_layers: int = 1
+    draft_vocab_size: int = 0
     target: str = ""
     tokenizer: str = ""
 
     def __post_init__(self) -> None:
         check_positive(hidden_size=self.hidden_size, vocab_size=self.vocab_size, num_heads=self.num_heads)
         check_type("num_layers", self.num_layers, int, "an int")
+        check_type("draft_vocab_size", self.draft_vocab_size, int, "an int")
+        if not 0 <= self.draft_vocab_size <= self.vocab_size:
+            raise DraftwrightError(
+                f"draft_vocab_size {self.draft_vocab_size} exceeds the target's vocabulary of {self.vocab_size} tokens"
+            )
+        object.__setattr__(self, "draft_vocab_size", self.draft_vocab_size or self.vocab_size)
+
+    @classmethod
+    def for_target(cls, spec: TargetSpec, **changes: Any) -> Self:
+        """Heads shaped for the target; `changes` override single fields."""
+        fields = {"hidden_size": spec.hidden_size, "vocab_size": spec.vocab_size, "target": spec.name}
+        return cls(**(fields | changes))
 
 
 class MedusaBlock(nn.Module):
@@ -75,17 +90,17 @@ class MedusaHead(nn.Module):
         return self.lm_head(self.blocks(hidden))
 
 
-class MedusaDraftModel(Drafter):
+class MedusaDraftModel(VocabularyDrafter):
     """See the module's docstring. Decode with `speculative_decode`; the state is the last row of target states [H]."""
 
+    config: MedusaConfig
     needs_last_hidden = True
 
     def __init__(self, config: MedusaConfig) -> None:
         check_type("config", config, MedusaConfig, "a MedusaConfig")
-        super().__init__()
-        self.config: MedusaConfig = config
-        self.heads = nn.ModuleList(
-            MedusaHead(config.hidden_size, config.vocab_size, config.num_layers) for _ in range(config.num_heads)
+        super().__init__(config)
+        self.medusa = nn.ModuleList(
+            MedusaHead(config.hidden_size, config.draft_vocab_size, config.num_layers) for _ in range(config.num_heads)
         )
 
     def bind(self, target: Target) -> None:
@@ -94,13 +109,15 @@ class MedusaDraftModel(Drafter):
     def forward(self, hidden: Tensor) -> Tensor:
         """Target states [..., H] -> logits of every head [heads, ..., V]."""
         check_type("hidden", hidden, Tensor, "a tensor [..., H]")
-        return torch.stack([head(hidden) for head in self.heads])
+        return torch.stack([head(hidden) for head in self.medusa])
 
     def init_head(self, head_weight: Tensor) -> None:
-        """Start every head from the target's own, [V, H]."""
         with torch.no_grad():
-            for head in self.heads:
-                head.lm_head.weight.copy_(head_weight)  # type: ignore[operator,union-attr]
+            for weight in self.heads():
+                weight.copy_(head_weight[self.vocabulary().to(head_weight.device)])
+
+    def heads(self) -> list[Tensor]:
+        return [head.lm_head.weight for head in self.medusa]  # type: ignore[union-attr,misc]
 
     # --- decoding --------------------------------------------------------------------------------------------------
 
@@ -117,13 +134,14 @@ class MedusaDraftModel(Drafter):
         generator: torch.Generator | None = None,
     ) -> Tree:
         plan = plan.cut(self.config.num_heads)
-        hidden = state.to(self.heads[0].lm_head.weight.dtype)  # type: ignore[union-attr,arg-type]
-        levels = (head(hidden).float().log_softmax(-1) for head in self.heads)  # a shallow plan leaves heads alone
+        hidden = state.to(self.heads()[0].dtype)
+        levels = (head(hidden).float().log_softmax(-1) for head in self.medusa)  # a shallow plan leaves heads alone
 
         def step(_tokens: Tensor, _parent_rows: Tensor) -> Tensor:
             return next(levels)[None]
 
-        return grow(next(levels), step, plan, root, sampling=sampling, generator=generator)
+        vocabulary = self.draft_vocabulary()
+        return grow(next(levels), step, plan, root, vocabulary, sampling=sampling, generator=generator)
 
     def commit(self, state: Tensor, tree: Tree, path: Tensor, output: TargetOutput) -> Tensor:
         assert output.last_hidden is not None
@@ -132,10 +150,9 @@ class MedusaDraftModel(Drafter):
     # --- files -----------------------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | Path, readme: str = "") -> None:
-        """Write config.json, model.safetensors and README.md, which `spec_decode.drafters.load_draft` opens."""
         save_draft(self, Path(folder), readme)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path) -> MedusaDraftModel:
+    def from_pretrained(cls, folder: str | Path) -> Self:
         """Load a folder written by `save_pretrained`; errors as in `Eagle3Draft.from_pretrained`."""
         return open_draft(cls, Path(folder))

@@ -1,0 +1,26 @@
+"""Hydra (arXiv:2402.05109, section 3): head k reads the row's state and the true tokens x[t + 1], ..., x[t + 1 + k]."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from data.batch import Batch
+from spec_decode.drafters.hydra import HydraDraft
+from train.module import DraftModule
+
+
+class HydraModule(DraftModule):
+    """`steps` is the number of heads."""
+
+    draft: HydraDraft
+
+    def unroll(self, batch: Batch, rows: Tensor) -> Tensor:
+        inputs = batch.last_hidden[rows].to(self.draft.heads()[0].dtype)
+        states = []
+        for ahead, head in enumerate(self.draft.hydra, start=1):
+            # A row whose token would lie beyond its document gets some other one: nothing reads that row.
+            embeds = self.target.embed(batch.ids[(rows + ahead).clamp(max=batch.ids.numel() - 1)])
+            inputs = torch.cat((inputs, embeds.to(inputs.dtype)), dim=-1)
+            states.append(head.state(inputs))  # type: ignore[operator]
+        return torch.stack(states)
