@@ -36,7 +36,7 @@ def main(tokens: int) -> None:
                 target.model.base_model(input_ids=ids, use_cache=False)
         middle = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
-            capture(target, sequences, taps, Path(folder), fingerprint(target, sequences, taps))
+            capture(target, sequences, taps, Path(folder), fingerprint(target, sequences))
         seconds["bare forward"] += middle - start
         seconds["capture"] += time.perf_counter() - middle
     total = 2 * sequences.ids.numel()

@@ -285,7 +285,7 @@ WRONG = {
     "module.decay=2": "module.decay=2 .* a number from 0 to 1",
     "module.foo=1": "no config key 'module.foo'",
     "module.optimizer.name=sgd": "module.optimizer.name='sgd' is unknown",
-    "module.optimizer.lr=-1": "Learning rate should be >= 0",
+    "module.lr=-1": "module.lr=-1 is not possible: it must be a number of at least 0",
     "module.optimizer.foo=1": "unexpected keyword argument 'foo'",
     "draft.target_layers=5": "draft.target_layers=5 .* a list with at least one entry",
     "draft.target_layers=[]": r"draft.target_layers=\[\] .* a list with at least one entry",
@@ -355,7 +355,7 @@ def test_what_the_target_cannot_do_is_refused_before_the_data(
     ("word", "key"),
     [
         ("module.steps=3", "module.steps (2, now 3)"),
-        ("module.optimizer.lr=0.5", "module.optimizer.lr (0.015, now 0.5)"),
+        ("module.lr=0.5", "module.lr (0.015, now 0.5)"),
         ("draft.fc_norm=true", "draft.fc_norm (False, now True)"),
         ("draft_vocab_size=41", "draft_vocab_size (40, now 41)"),
         ("trainer.precision=32-true", "trainer.precision (bf16-mixed, now 32-true)"),

@@ -40,7 +40,7 @@ def make_module(target, steps=3, **options):
     draft.init_head(target.head_weight())
     draft.bind(target)
     return Eagle3Module(
-        draft.double(), target, steps=steps, decay=0.8, loss=soft_cross_entropy, optimizer=None, schedule=None
+        draft.double(), target, steps=steps, decay=0.8, loss=soft_cross_entropy, lr=0.0, optimizer=None, schedule=None
     )
 
 

@@ -36,7 +36,7 @@ def test_chunks_give_the_same_loss_and_gradients(monkeypatch):
     weights = torch.rand(3, 10) * (torch.rand(3, 10) > 0.3)
     target_states, target_weight = torch.randn(10, 5), torch.randn(11, 5)
 
-    total, steps = chunked_head_loss(states, weight, weights, target_states, target_weight, soft_cross_entropy)
+    total, steps = chunked_head_loss(states, [weight], weights, target_states, target_weight, soft_cross_entropy)
     values = soft_cross_entropy(states @ weight.T, (target_states @ target_weight.T).softmax(-1))
     wanted = (values * weights).sum()
 
@@ -53,8 +53,8 @@ def test_the_same_loss_without_gradients(mode):
     torch.manual_seed(0)
     states, weight = torch.randn(2, 3, 4), torch.randn(5, 4, requires_grad=True)
     rest = (torch.ones(2, 3), torch.randn(3, 4), torch.randn(5, 4), soft_cross_entropy)
-    wanted, _ = chunked_head_loss(states, weight, *rest)
+    wanted, _ = chunked_head_loss(states, [weight], *rest)
     with mode():
-        total, _ = chunked_head_loss(states, weight, *rest)
+        total, _ = chunked_head_loss(states, [weight], *rest)
     assert not total.requires_grad
     assert total.item() == wanted.item()

@@ -43,7 +43,7 @@ def _update(metrics: UnrollMetrics, q0: list[list[float]], q1: list[list[float]]
     states = torch.tensor([q0[:count], q1[:count]], dtype=torch.float64).log()
     target_states = torch.tensor(P[:count], dtype=torch.float64).log()
     inside, everything = torch.eye(3, dtype=torch.float64), torch.eye(4, dtype=torch.float64)
-    metrics.update(states, inside, target_states, everything, VOCABULARY, alignment, soft_cross_entropy)
+    metrics.update(states, [inside], target_states, everything, VOCABULARY, alignment, soft_cross_entropy)
 
 
 def _cross_entropy(p: list[float], q: list[float]) -> float:

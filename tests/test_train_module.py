@@ -47,9 +47,11 @@ def make_module(target: HFTarget, kind: type[Eagle3Module] = Eagle3Module) -> Ea
     draft.set_vocabulary(torch.arange(10, 10 + DRAFT_VOCABULARY))
     draft.init_head(target.head_weight())
     draft.bind(target)
-    optimizer = partial(build_optimizer, name="adamw", lr=0.01)
+    optimizer = partial(build_optimizer, name="adamw")
     schedule = partial(warmup_cosine, warmup_steps=3, final_ratio=0.1)
-    return kind(draft, target, steps=STEPS, decay=0.8, loss=soft_cross_entropy, optimizer=optimizer, schedule=schedule)
+    return kind(
+        draft, target, steps=STEPS, decay=0.8, loss=soft_cross_entropy, lr=0.01, optimizer=optimizer, schedule=schedule
+    )
 
 
 def make_sequences(*lengths: int) -> Sequences:

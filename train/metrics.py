@@ -48,8 +48,8 @@ class UnrollMetrics(Metric):
         alignment: Alignment,
         loss: Loss,
     ) -> None:
-        """states [K, S, H] of the draft and heads [V_draft, H], one for each step or one for all; target_states [S, H'] and head_weight [V, H'];
-        vocabulary [V_draft]: target id of every draft id."""
+        """states [K, S, H] of the draft and heads [V_draft, H], one for each step or one for all; target_states [S, H']
+        and head_weight [V, H']; vocabulary [V_draft]: target id of every draft id."""
         right = torch.zeros_like(alignment.valid)
         for start in range(0, target_states.shape[0], CHUNK_ROWS):
             rows = slice(start, start + CHUNK_ROWS)
