@@ -18,8 +18,8 @@ from torch import Tensor
 
 from data.chat import encode_prompt
 from data.messages import Message
-from spec_decode.decode import DecodeResult, eagle3_decode
 from spec_decode import feature_drafter
+from spec_decode.decode import DecodeResult, eagle3_decode
 from spec_decode.drafters.eagle3 import Eagle3Draft
 from spec_decode.target_hf import HFTarget, TargetSource, open_target
 from spec_decode.tree import DynamicTree, StaticTree, Tree, TreePlan

@@ -39,7 +39,14 @@ def main(max_length: int, steps: int, tokens: int) -> None:
     plan = training_plan(features.lengths, tokens, 0, epochs=1, max_steps=None)
     for name in ("adamw", "muon"):
         module = Eagle3Module(
-            draft, target, steps=steps, decay=0.8, loss=soft_cross_entropy, lr=1e-3, optimizer=build_optimizer, schedule=None
+            draft,
+            target,
+            steps=steps,
+            decay=0.8,
+            loss=soft_cross_entropy,
+            lr=1e-3,
+            optimizer=build_optimizer,
+            schedule=None,
         )
         optimizer = build_optimizer(draft.named_parameters(), name=name, lr=1e-3)
         for index, documents in enumerate(plan):

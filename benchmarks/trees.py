@@ -3,7 +3,8 @@
 python benchmarks/trees.py DRAFT TREE.json PROMPTS.jsonl [dtype]
 
 Every prompt is decoded once plainly and once with each tree, in an order that moves on by one from prompt to prompt,
-so that a machine that slows down slows all alike. Prints τ, the speedup over plain decoding, and its bootstrap interval.
+so that a machine that slows down slows all alike. Prints τ, and the speedup over plain decoding with its bootstrap
+interval.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ import json
 import sys
 from itertools import chain
 from pathlib import Path
-
-import torch
 
 from data.prompts import load_prompts
 from eval.bench import Pair, now
@@ -52,9 +51,13 @@ def main(folder: str, tree: str, path: str, dtype: str) -> None:
             else:
                 result = speculative_decode(target, draft, ids, tree=plan, max_new_tokens=NEW_TOKENS)
             found[name].append((result, now() - begin))
-    print(f"{dtype}, {len(prompts)} prompts; expected τ of the tuned tree {json.loads(Path(tree).read_text())['expected_tau']:.3f}")
+    expected = json.loads(Path(tree).read_text())["expected_tau"]
+    print(f"{dtype}, {len(prompts)} prompts; expected τ of the tuned tree {expected:.3f}")
     for name in names[1:]:
-        pairs = [Pair(ids, *plain, *own) for ids, plain, own in zip(prompts, found["plain"][1:], found[name][1:], strict=True)]
+        pairs = [
+            Pair(ids, *plain, *own)
+            for ids, plain, own in zip(prompts, found["plain"][1:], found[name][1:], strict=True)
+        ]
         one = summarise(pairs, greedy=True)
         low, high = one["speedup_ci"]
         print(

@@ -24,8 +24,9 @@ def encode_chat(
 ) -> tuple[list[int], list[bool]]:
     """Token ids and loss mask of one chat, cut to max_length and then behind the last supervised token.
 
-    ends: whether the last answer is complete; else its end-of-turn token and what follows are left out. Both lists are empty when no supervised token lies within max_length. Raises UnusableRow when the template
-    refuses the chat, and DraftwrightError when there is no template or it rewrites earlier turns.
+    ends: whether the last answer is complete; else its end-of-turn token and what follows are left out. Both lists are
+    empty when no supervised token lies within max_length. Raises UnusableRow when the template refuses the chat, and
+    DraftwrightError when there is no template or it rewrites earlier turns.
     """
     ids: list[int] = []
     mask: list[bool] = []

@@ -24,9 +24,10 @@ REPEATS = 9  # the median of them counts
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a pass of the target, verify[i], and of drafting the tree of d levels that was asked about,
-    draft[d - 1][i], both for sizes[i] nodes, root included."""
+    """Seconds of a step of plain decoding, of a pass of the target over a tree, verify[i], and of drafting the tree of
+    d levels that was asked about, draft[d - 1][i], both for sizes[i] nodes, root included."""
 
+    plain: float
     sizes: list[int]
     verify: list[float]
     draft: list[list[float]]
@@ -65,6 +66,10 @@ def measure_costs(target: Target, draft: Drafter, context: Tensor, trees: Sequen
     output = target.forward(context[None], **wanted)
     root = int(context[0])
 
+    def plain() -> None:
+        target.forward(context[None, :1], cache=cache, logits=slice(None))
+        cache.keep([past], past, [torch.empty(0, dtype=torch.int64)])
+
     def verify(size: int) -> None:
         parent = torch.arange(-1, size - 1).clamp(max=0)  # a root and its children
         run_trees(target, [Tree(torch.full((size,), root), parent)], [past], **wanted)
@@ -81,6 +86,7 @@ def measure_costs(target: Target, draft: Drafter, context: Tensor, trees: Sequen
         return _median(lambda own: draft.propose(own, root, plan), lambda: copy.deepcopy(state))
 
     return Costs(
+        _median(lambda _: plain()),
         sizes,
         [_median(lambda _, size=size: verify(size)) for size in sizes],  # type: ignore[misc]
         [[drafting(of_depth[max(size - 2, 0)]) for size in sizes] for of_depth in trees],

@@ -109,6 +109,7 @@ def run(cfg: DictConfig) -> Candidate:
         expected_tau=best.tau,
         expected_speedup=best.speedup,
         acceptance_by_rank=table,
+        plain_s=costs.plain,
         verify_s={str(size): seconds for size, seconds in zip(costs.sizes, costs.verify, strict=True)},
         draft_s={str(depth): seconds for depth, seconds in enumerate(costs.draft, start=1)},
         environment=environment(target.dtype, target.device, {"benchmark": settings.benchmark}),
@@ -155,7 +156,7 @@ def search(by_depth: Sequence[Sequence[SparseTree]], table: Sequence[Sequence[fl
 
 def _candidate(tree: SparseTree, table: Sequence[Sequence[float]], costs: Costs) -> Candidate:
     tau = expected_tokens(tree, table)
-    return Candidate(tree, tau, tau * costs.verify_at(1) / costs.round(len(tree.paths) + 1, tree.depth))
+    return Candidate(tree, tau, tau * costs.plain / costs.round(len(tree.paths) + 1, tree.depth))
 
 
 def _show(

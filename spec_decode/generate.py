@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from spec_decode.cache import SlotCache
+from spec_decode.cache import SlotCache, TreeCache
 from spec_decode.errors import DraftwrightError
 from spec_decode.sampling import Sampling, probabilities
 from spec_decode.target import Target
@@ -94,7 +94,9 @@ def _take(take: Callable[[], Request | None], count: int, room: int) -> list[Req
     longest = 0
     while len(batch) < count and (len(batch) + 1) * longest <= PREFILL_TOKENS and (request := take()) is not None:
         if request.prompt.numel() >= room:
-            raise DraftwrightError(f"a prompt of {request.prompt.numel()} tokens leaves no room for an answer in {room}")
+            raise DraftwrightError(
+                f"a prompt of {request.prompt.numel()} tokens leaves no room in {room} for an answer"
+            )
         request.generator = torch.Generator().manual_seed(request.seed)
         batch.append(request)
         longest = max(longest, request.prompt.numel())
@@ -106,7 +108,7 @@ def _prefill(
 ) -> list[int]:
     """Run the prompts, padded on the right, into their slots; the first token of each answer."""
     lengths = [request.prompt.numel() for request in batch]
-    prompts = target.new_cache()
+    prompts = TreeCache()
     ids = pad_sequence([request.prompt for request in batch], batch_first=True).to(target.device)
     output = target.forward(ids, cache=prompts, last_hidden=True)
     assert output.last_hidden is not None

@@ -72,5 +72,5 @@ def test_a_target_that_ends_its_turn_finishes(target):
 
 
 def test_a_prompt_without_room_is_refused(target):
-    with pytest.raises(DraftwrightError, match="a prompt of 40 tokens leaves no room for an answer in 40"):
+    with pytest.raises(DraftwrightError, match="a prompt of 40 tokens leaves no room in 40 for an answer"):
         answer(target, [[9] * 40], 2, room=40)

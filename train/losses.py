@@ -109,7 +109,11 @@ def build_loss(wanted: Loss | str | Mapping[str, float]) -> Loss:
         name, share = next(iter(shares.items()))
         if share == 1:
             return LOSSES[name]
-    return lambda logits, p: sum((share * LOSSES[name](logits, p) for name, share in shares.items()), start=0.0)
+
+    def mixture(logits: Tensor, p: Tensor) -> Tensor:
+        return torch.stack([share * LOSSES[name](logits, p) for name, share in shares.items()]).sum(dim=0)
+
+    return mixture
 
 
 def _log(p: Tensor) -> Tensor:
@@ -130,7 +134,8 @@ def chunked_head_loss(
 
     states [K, S, H], the draft's states of K unrolled steps, all of which predict the same S tokens; heads: the
     unembedding [V, H] of each step, or one for all; weights [K, S]; target_states [S, H'] and target_weight [V, H']
-    frozen; labels [S]: draft ids that take all probability instead of the target's distribution. Logits exist for CHUNK_ROWS rows at a time and their gradients for GROUP_ROWS, in the forward pass.
+    frozen; labels [S]: draft ids that take all probability instead of the target's distribution. Logits exist for
+    CHUNK_ROWS rows at a time and their gradients for GROUP_ROWS, in the forward pass.
     Returns (weighted sum, unweighted sums over s where weights > 0 as [K]); only the former has a gradient.
     """
     learns = torch.is_grad_enabled()  # always off inside forward
@@ -188,7 +193,7 @@ class _ChunkedHeadLoss(torch.autograd.Function):
                 for span, grad_head in zip(spans, grad_heads, strict=True):
                     if grad_head is not None:
                         grad_head += grads[:, span].flatten(0, 1).T @ group[:, span].flatten(0, 1)
-        ctx.save_for_backward(grad_states, *grad_heads)
+        ctx.save_for_backward(grad_states, *grad_heads)  # type: ignore[arg-type]
         ctx.mark_non_differentiable(steps)
         return total, steps
 

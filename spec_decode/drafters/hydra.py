@@ -50,7 +50,7 @@ class HydraConfig:
     @classmethod
     def for_target(cls, spec: TargetSpec, **changes: Any) -> Self:
         """Heads shaped for the target; `changes` override single fields."""
-        fields = {
+        fields: dict[str, Any] = {
             "hidden_size": spec.hidden_size,
             "vocab_size": spec.vocab_size,
             "draft_vocab_size": spec.vocab_size,

@@ -53,7 +53,7 @@ class MedusaConfig:
     @classmethod
     def for_target(cls, spec: TargetSpec, **changes: Any) -> Self:
         """Heads shaped for the target; `changes` override single fields."""
-        fields = {"hidden_size": spec.hidden_size, "vocab_size": spec.vocab_size, "target": spec.name}
+        fields: dict[str, Any] = {"hidden_size": spec.hidden_size, "vocab_size": spec.vocab_size, "target": spec.name}
         return cls(**(fields | changes))
 
 
