@@ -71,6 +71,18 @@ class OnlineFeatures:
         return _pack(self.sequences, documents, states)
 
 
+class NoFeatures:
+    """Documents alone, for a variant that runs the target itself; both states are [N, 0]."""
+
+    def __init__(self, sequences: Sequences) -> None:
+        self.sequences = sequences
+        self.lengths = sequences.offsets.diff().tolist()
+
+    def batch(self, documents: Sequence[int]) -> Batch:
+        nothing = [torch.empty(self.lengths[document], 0) for document in documents]
+        return _pack(self.sequences, documents, list(zip(nothing, nothing, strict=True)))
+
+
 class CachedFeatures:
     """Reads the layers `taps` of a folder written by `capture`."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -22,15 +23,21 @@ Module = TypeVar("Module", bound=nn.Module)
 
 def save_draft(draft: nn.Module, folder: Path, readme: str) -> None:
     """Write a draft with a dataclass `config`: config.json, model.safetensors and README.md, each atomically."""
-    kind = type(draft)
+    config = dataclasses.asdict(draft.config)  # type: ignore[call-overload,arg-type]
+    write_draft(type(draft), config, draft.state_dict(), folder, readme)
+
+
+def write_draft(
+    kind: type[nn.Module], config: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path, readme: str
+) -> None:
+    """Write the files of a draft that has the class `kind`, each atomically."""
     name = f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}"  # as `spec_decode.drafters.load_draft` reads it
-    config = {"drafter": name, **dataclasses.asdict(draft.config)}  # type: ignore[call-overload,arg-type]
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in draft.state_dict().items()}
+    own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     write_folder(
         folder,
         {
-            "model.safetensors": lambda path: save_file(tensors, path, metadata={"format": "pt"}),
-            "config.json": as_text(json.dumps(config, indent=2) + "\n"),
+            "model.safetensors": lambda path: save_file(own, path, metadata={"format": "pt"}),
+            "config.json": as_text(json.dumps({"drafter": name, **config}, indent=2) + "\n"),
             "README.md": as_text(readme),
         },
     )
@@ -113,6 +120,20 @@ def write_folder(folder: Path, writers: Mapping[str, Callable[[Path], Any]]) -> 
             write_atomically(folder / name, write)
     except (OSError, SafetensorError) as error:
         raise DraftwrightError(f"could not write to {folder} ({error}): free space or choose another folder") from error
+
+
+def write_folder_atomically(folder: Path, write: Callable[[Path], Any]) -> None:
+    """Let write(temporary folder) fill a folder, then put it in place of `folder`: no reader sees half of it."""
+    temporary = folder.with_name(f".{folder.name}.{uuid4().hex}")
+    try:
+        temporary.mkdir(parents=True)
+        write(temporary)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(temporary, folder)
+    except (OSError, SafetensorError) as error:
+        raise DraftwrightError(f"could not write to {folder} ({error}): free space or choose another folder") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def as_text(content: str) -> Callable[[Path], Any]:

@@ -13,7 +13,7 @@ from spec_decode.checkpoint import write_folder
 class Card:
     """What the README of a draft reports. choose_target: the words that choose the target on the command line;
     source: where the data came from; covered: share of supervised tokens that the draft vocabulary holds;
-    metrics: measured on held-out conversations, empty while they aren't."""
+    metrics: measured on held-out conversations, empty while they aren't; tuned: whether the target was trained, too."""
 
     variant: str
     target: str
@@ -28,15 +28,21 @@ class Card:
     command: str
     git_commit: str | None
     metrics: Mapping[str, float]
+    tuned: bool = False
 
     def text(self) -> str:
         """The README in Markdown."""
         rows = [f"| {name} | {value:.4g} |" for name, value in sorted(self.metrics.items())]
+        proposes_for = f"`{self.target}` and no other\ntarget"
+        if self.tuned:
+            proposes_for = (
+                f"a version of `{self.target}` that was\ntuned together with it. **The output is that of the tuned "
+                f"target, not that of\n`{self.target}`**: serve what `{self.choose_target}` names"
+            )
         table = "\n".join(["| metric | value |", "|---|---|", *rows]) if rows else "Not measured."
         return f"""# {self.variant} draft for {self.target}
 
-A draft model for speculative decoding, trained with Draftwright. It proposes tokens for `{self.target}` and no other
-target.
+A draft model for speculative decoding, trained with Draftwright. It proposes tokens for {proposes_for}.
 
 ## Trained on
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedTokenizerBase
 
 from data.alignment import Alignment, align
 from data.batch import Batch
@@ -48,7 +50,7 @@ class DraftModule(LightningModule):
     """Trains `draft` against a frozen target.
 
     Loss: sum over steps k of decay^k times the mean loss over the supervised tokens that step k predicts, against the
-    target's distribution (labels="target") or the tokens of the data (labels="data").
+    target's distribution (labels="target") or the tokens of the data (labels="data"). decay=0 leaves step 0 alone.
     The target is no submodule: its weights never enter a checkpoint.
     """
 
@@ -123,16 +125,17 @@ class DraftModule(LightningModule):
         return Unrolled(alignment, states, batch.last_hidden[alignment.targets - 1], batch.ids[alignment.targets])
 
     def _loss(self, unrolled: Unrolled) -> tuple[Tensor, Tensor]:
-        """(loss, mean loss of each step [K])."""
-        valid, labels = unrolled.alignment.valid, None
+        """(loss, mean loss of each step that counts [K])."""
+        steps = self.steps if self.decay else 1
+        valid, labels = unrolled.alignment.valid[:steps], None
         if self.labels == "data":
             labels, known = self._draft_ids(unrolled.tokens)
             valid = valid & known
         counts = valid.sum(dim=1, keepdim=True).clamp(min=1)
-        decay = self.decay ** torch.arange(self.steps, device=valid.device)[:, None]
+        decay = self.decay ** torch.arange(steps, device=valid.device)[:, None]
         loss, sums = chunked_head_loss(
-            unrolled.states,
-            self.draft.heads(),
+            unrolled.states[:steps],
+            self.draft.heads()[:steps],
             valid / counts * decay,
             unrolled.target_states,
             self.target_head,
@@ -158,7 +161,15 @@ class DraftModule(LightningModule):
             self.loss,
         )
 
+    def export_target(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path | None:
+        """Write the target to `folder` if training has changed it; None if it hasn't."""
+        return None
+
     def configure_optimizers(self) -> Any:
-        optimizer = self._optimizer(list(self.draft.named_parameters()), lr=self.lr)
+        return self._configure()
+
+    def _configure(self, **more: Any) -> dict[str, Any]:
+        """more: further arguments of the optimiser's factory."""
+        optimizer = self._optimizer(list(self.draft.named_parameters()), lr=self.lr, **more)
         schedule = self._schedule(optimizer, total_steps=int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

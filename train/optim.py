@@ -7,7 +7,7 @@ and vectors at a lower rate. Both live in one Optimizer, so Lightning's clipping
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -58,17 +58,18 @@ def build_optimizer(
     head_lr_scale: float = 1.0,
     weight_decay: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.95),
+    extra: Sequence[dict[str, Any]] = (),
 ) -> Optimizer:
     """The optimizer `name` ("muon" or "adamw") over the parameters that are trained.
 
     Matrices learn at `lr`; heads, embeddings and vectors (norms, biases) with AdamW at head_lr_scale * lr.
-    Vectors get no weight decay. Raises DraftwrightError for another name.
+    Vectors get no weight decay. extra: groups of other parameters, for AdamW. Raises DraftwrightError for another name.
     """
     matrices, heads, vectors = _split(named_parameters)
     beta1, beta2 = betas  # a list when it comes from YAML
     low = {"lr": lr * head_lr_scale}
     groups = [{"params": heads, **low}, {"params": vectors, **low, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
+    groups = [group for group in (*groups, *extra) if group["params"]]
     if name == "adamw":
         matrix_group = [{"params": matrices, "lr": lr}] if matrices else []
         return AdamW([*matrix_group, *groups], lr=lr, betas=(beta1, beta2), weight_decay=weight_decay)

@@ -63,11 +63,11 @@ class TrainSettings:
     vocabulary_tokens: Positive
     heldout_tokens: Natural
     tokens_per_batch: Positive
-    features: Literal["cache", "online"]
+    features: Literal["cache", "online", "none"]
     cache_dir: Path
     epochs: Positive
     max_steps: Positive | None
-    draft_vocab_size: Positive
+    draft_vocab_size: Positive | None
     output_dir: Path
     checkpoint_minutes: NonNegative
     ckpt_path: Path | None
