@@ -63,6 +63,7 @@ def test_one_optimizer_equals_the_two_run_separately(net: Net) -> None:
         ],
         lr=0.005,
         betas=(0.9, 0.95),
+        fused=True,
     )
     for step in range(4):
         _backward(net, step)

@@ -72,15 +72,23 @@ def build_optimizer(
     groups = [group for group in (*groups, *extra) if group["params"]]
     if name == "adamw":
         matrix_group = [{"params": matrices, "lr": lr}] if matrices else []
-        return AdamW([*matrix_group, *groups], lr=lr, betas=(beta1, beta2), weight_decay=weight_decay)
+        return _adamw([*matrix_group, *groups], lr, (beta1, beta2), weight_decay)
     if name == "muon" and matrices and groups:
         muon = Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-        return MuonAdamW(muon, AdamW(groups, lr=lr, betas=(beta1, beta2), weight_decay=weight_decay))
+        return MuonAdamW(muon, _adamw(groups, lr, (beta1, beta2), weight_decay))
     if name == "muon":
         raise DraftwrightError(
             "module.optimizer.name=muon needs matrices and vectors to train; use module.optimizer.name=adamw"
         )
     raise DraftwrightError(f"module.optimizer.name='{name}' is unknown; choose muon or adamw")
+
+
+def _adamw(groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], weight_decay: float) -> AdamW:
+    """Fused: one pass over the weights instead of a dozen, a few percent of a step."""
+    optimizer = AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
+    # Lightning refuses to clip gradients beside a fused optimizer, for loss scalers, which we don't use.
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    return optimizer
 
 
 def warmup_cosine(optimizer: Optimizer, *, total_steps: int, warmup_steps: int, final_ratio: float) -> LambdaLR:
