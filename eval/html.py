@@ -8,12 +8,22 @@ from typing import Any
 
 from eval.examples import Example
 from eval.plots import acceptance_plot, histogram_plot, time_plot
-from eval.report import describe_differences, describe_identity, interval, row, tau, warnings
+from eval.report import (
+    describe_differences,
+    describe_identity,
+    hardware,
+    interval,
+    row,
+    tau,
+    tree_sizes,
+    warnings,
+)
 
 TAU = (
     "τ (the acceptance length) is the number of tokens that one forward pass of the target yields on average: the "
     "draft tokens that it accepts plus one token of its own, so plain decoding has τ = 1."
 )
+ACCEPTANCE = ("Acceptance by position", "of a draft token, when all before it were accepted")
 LONGEST_PROMPT = 600  # characters of a prompt that the page shows
 
 CSS = """
@@ -41,6 +51,10 @@ th, td { padding: .5rem .9rem; text-align: right; white-space: nowrap; border-to
 tr:first-child > * { border-top: 0; }
 th { font-weight: 600; }
 th:first-child, td:first-child, .facts td, .facts th { text-align: left; }
+.words { margin: 1.2rem 0; }
+.words :is(td, th) { padding: .5rem .55rem; }
+.words :is(td, th):is(:nth-child(2), :last-child) { text-align: left; }
+.words td:is(:nth-child(2), :last-child) { white-space: normal; overflow-wrap: anywhere; min-width: 7rem; }
 .facts td, .facts th { padding: .25rem .9rem; }
 .facts td { white-space: normal; width: 100%; overflow-wrap: anywhere; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(310px, 1fr)); gap: 1rem; align-items: start; }
@@ -81,6 +95,11 @@ def page(report: dict[str, Any], examples: Sequence[Example], baseline_s: dict[s
             _method(report),
         ]
     )
+    return document(title, body)
+
+
+def document(title: str, body: str) -> str:
+    """A whole page: title is text, body is HTML."""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -90,16 +109,9 @@ def page(report: dict[str, Any], examples: Sequence[Example], baseline_s: dict[s
 
 def _subtitle(report: dict[str, Any]) -> str:
     env = report["environment"]
-    hardware = env["cpu"] if env["device"] == "cpu" else env["device"]
     sampling = "greedy" if report["temperature"] == 0 else f"temperature {report['temperature']:g}"
-    threads = f"{env['threads']} thread{'' if env['threads'] == 1 else 's'}"
-    return " · ".join((sampling, _tree(report["tree"]), env["dtype"], hardware, threads, env["date"][:10]))
-
-
-def _tree(tree: dict[str, Any]) -> str:
-    shown = {key: "-".join(map(str, value)) if isinstance(value, tuple) else value for key, value in tree.items()}
-    sizes = ", ".join(f"{key} {value}" for key, value in shown.items() if key != "kind")
-    return f"{tree['kind']} tree ({sizes})"
+    tree = f"{report['tree']['kind']} tree ({tree_sizes(report['tree'])})"
+    return " · ".join((sampling, tree, env["dtype"], hardware(env), env["date"][:10]))
 
 
 def _card(name: str, numbers: dict[str, Any], plain_s: float) -> str:
@@ -132,11 +144,14 @@ def _identity(numbers: dict[str, Any]) -> str:
 
 def _numbers(benchmarks: dict[str, dict[str, Any]]) -> str:
     head = ("benchmark", "new tokens", "prompts", "τ", "speedup", "95% interval", "tokens/s", "plain", "identical")
-    rows = [f"<tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>"]
-    for name, numbers in benchmarks.items():
-        cells = (name, str(numbers["new_tokens"]), *row(numbers))
-        rows.append(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
-    return f'<div class="scroll"><table>{"".join(rows)}</table></div>'
+    return table(head, [(name, str(numbers["new_tokens"]), *row(numbers)) for name, numbers in benchmarks.items()])
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Rows of text below a head."""
+    lines = [f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>"]
+    lines += [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>" for cells in rows]
+    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
 
 
 def _differences(benchmarks: dict[str, dict[str, Any]], dtype: str) -> str:
@@ -152,20 +167,17 @@ def _differences(benchmarks: dict[str, dict[str, Any]], dtype: str) -> str:
 
 
 def _plots(benchmarks: dict[str, dict[str, Any]], baseline_s: dict[str, float]) -> str:
-    figures = (
-        (
-            "Acceptance by position",
-            "of a draft token, when all before it were accepted",
-            acceptance_plot(benchmarks),
-        ),
+    return figures(
+        (*ACCEPTANCE, acceptance_plot(benchmarks)),
         ("Accepted tokens per round", "the target adds one more of its own each time", histogram_plot(benchmarks)),
         ("Time per round", "drafting and verifying, beside one plain decoding step", time_plot(benchmarks, baseline_s)),
     )
-    return f'<div class="plots">{"".join(_figure(*figure) for figure in figures)}</div>'
 
 
-def _figure(title: str, caption: str, svg: str) -> str:
-    return f"<figure><figcaption><b>{title}</b>{caption}</figcaption>{svg}</figure>"
+def figures(*each: tuple[str, str, str]) -> str:
+    """Title, caption and SVG of each, side by side where there is room."""
+    shown = (f"<figure><figcaption><b>{title}</b>{caption}</figcaption>{svg}</figure>" for title, caption, svg in each)
+    return f'<div class="plots">{"".join(shown)}</div>'
 
 
 def _examples(examples: Sequence[Example]) -> str:

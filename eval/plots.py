@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from eval.report import tau
 
 COLOURS = ("#2563c9", "#d9742b", "#3f8f5b", "#8a56b5", "#b0445f", "#5f6b7a")
+LONGEST, LONGEST_OF_TWO = 44, 20  # characters of a name, alone in its line and with another one
 DRAFT, VERIFY, PLAIN = "#f0a35e", "#2563c9", "#9aa4b2"
 STYLE: Any = {
     "svg.fonttype": "none",  # text stays text and takes the page's font
@@ -30,21 +32,44 @@ STYLE: Any = {
     "axes.axisbelow": True,
     "grid.color": "#eaecf0",
     "legend.frameon": False,
+    "text.parse_math": False,  # names are text, dollar signs included
 }
 
 
-def acceptance_plot(benchmarks: dict[str, dict[str, Any]]) -> str:
-    """How often the k-th draft token of a round is accepted when all earlier ones were."""
+def acceptance_plot(measured: dict[str, dict[str, Any]]) -> str:
+    """How often the k-th draft token of a round is accepted when all earlier ones were: a line for each benchmark, or
+    for each draft."""
+    columns = 1 if max(map(len, measured)) > LONGEST_OF_TWO else 2
     with matplotlib.rc_context(STYLE):
-        figure, axes = _figure()
-        for colour, (name, numbers) in zip(_cycle(benchmarks), benchmarks.items(), strict=True):
+        figure, axes = _figure(height=max(2.5, 2.1 + 0.2 * len(measured) / columns))
+        for colour, (name, numbers) in zip(_cycle(measured), measured.items(), strict=True):
             shares = numbers["acceptance_by_position"]
-            axes.plot(range(1, len(shares) + 1), shares, marker="o", color=colour, label=name, linewidth=2)
-            if len(benchmarks) == 1:
+            label = f" {_shortened(name)}"  # matplotlib leaves labels that start with an underscore out of the legend
+            axes.plot(range(1, len(shares) + 1), shares, marker="o", color=colour, label=label, linewidth=2)
+            if len(measured) == 1:
                 _label_points(axes, shares)
         axes.set(xlabel="position in the draft", ylabel="share accepted", ylim=(0, 1.05))
-        _whole_ticks(axes, 1, max(len(n["acceptance_by_position"]) for n in benchmarks.values()))
-        return _svg(figure, axes, len(benchmarks) > 1)
+        _whole_ticks(axes, 1, max(len(n["acceptance_by_position"]) for n in measured.values()))
+        return _svg(figure, axes, len(measured) > 1, columns)
+
+
+def comparison_plot(drafts: dict[str, dict[str, Any]]) -> str:
+    """τ and speedup of several drafts on one benchmark, the speedup with its interval."""
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _figure(height=0.9 + 0.55 * len(drafts))
+        for i, (name, numbers) in enumerate(drafts.items()):
+            first = "_" if i else ""
+            low, high = numbers["speedup_ci"] or (numbers["speedup"], numbers["speedup"])
+            axes.annotate(_shortened(name), (0, 3 * i), va="center", color="#1d2433", size=8)
+            axes.barh(3 * i + 1, numbers["tau"] or 0, 0.9, color=COLOURS[1], label=f"{first}τ")
+            axes.barh(3 * i + 2, numbers["speedup"], 0.9, color=COLOURS[0], label=f"{first}speedup")
+            axes.plot((low, high), (3 * i + 2, 3 * i + 2), color="#1d2433", linewidth=1)
+            _label_bar(axes, numbers["tau"] or 0, 3 * i + 1, tau(numbers))
+            _label_bar(axes, max(high, numbers["speedup"]), 3 * i + 2, f"{numbers['speedup']:.2f}×")
+        axes.axvline(1, color=PLAIN, linestyle=":", linewidth=1, label="plain decoding")
+        axes.set(yticks=[], ylim=(3 * len(drafts) - 0.4, -0.6))
+        axes.set_xlim(0, axes.get_xlim()[1] * 1.2)  # room for the labels
+        return _svg(figure, axes, True, columns=3)
 
 
 def histogram_plot(benchmarks: dict[str, dict[str, Any]]) -> str:
@@ -101,8 +126,16 @@ def tuning_plot(nodes: Sequence[int], taus: Sequence[float], speedups: Sequence[
         return _svg(figure, axes, True)
 
 
-def _cycle(benchmarks: dict[str, Any]) -> list[str]:
-    return [COLOURS[i % len(COLOURS)] for i in range(len(benchmarks))]
+def _cycle(measured: dict[str, Any]) -> list[Any]:
+    """A colour for each, from a scale where there are more than COLOURS."""
+    count = len(measured)
+    scale = matplotlib.colormaps["viridis"]
+    return list(COLOURS[:count] if count <= len(COLOURS) else scale(np.linspace(0, 0.9, count)))
+
+
+def _shortened(name: str) -> str:
+    """A name that fits a figure; what tells names apart tends to stand at their end."""
+    return name if len(name) <= LONGEST else f"…{name[1 - LONGEST :]}"
 
 
 def _figure(height: float = 2.5) -> tuple[Figure, Axes]:

@@ -42,6 +42,26 @@ def describe_tree(tree: TreePlan) -> dict[str, Any]:
     return {"kind": type(tree).__name__.removesuffix("Tree").lower(), **asdict(tree)}
 
 
+def tree_sizes(tree: dict[str, Any]) -> str:
+    """The sizes of a tree that `describe_tree` made, in words; of a sparse tree the nodes alone, root included.
+
+    How siblings are chosen is said where chance chooses them.
+    """
+    words = []
+    for key, value in tree.items():
+        if key == "paths":
+            words.append(f"nodes {len(value) + 1}")
+        elif key != "kind" and (key, value) != ("siblings", "top_k"):
+            words.append(f"{key} {'-'.join(map(str, value)) if isinstance(value, list | tuple) else value}")
+    return ", ".join(words)
+
+
+def hardware(environment: dict[str, Any]) -> str:
+    """The processor that decoded, and the CPU threads."""
+    name = environment["cpu"] if environment["device"] == "cpu" else environment["device"]
+    return f"{name}, {environment['threads']} thread{'' if environment['threads'] == 1 else 's'}"
+
+
 LISTED = 5  # differences shown one by one
 
 

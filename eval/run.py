@@ -60,9 +60,21 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         output_dir=settings.output_dir,
         draft_name=settings.draft_name,
         lossy=LossyTypicalAcceptance() if settings.acceptance == "lossy_typical" else None,
+        training_seconds=recorded_training_seconds(str(settings.checkpoint)),
     )
     refuse_unexplained(report["benchmarks"], target.dtype)
     return report
+
+
+def recorded_training_seconds(checkpoint: str) -> float | None:
+    """What run.json beside a folder draft/ says, as training writes both; None where there is no such record."""
+    folder = Path(checkpoint).resolve()
+    if folder.name != "draft":
+        return None
+    try:
+        return float(json.loads((folder.parent / "run.json").read_text())["training_seconds"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def fit_draft(draft: Drafter, target: HFTarget, tokenizer: PreTrainedTokenizerBase, folder: str) -> None:
@@ -90,12 +102,13 @@ def evaluate(
     output_dir: str | Path,
     draft_name: str,
     lossy: LossyTypicalAcceptance | None = None,
+    training_seconds: float | None = None,
 ) -> dict[str, Any]:
     """Decode every prompt with and without the draft; write both reports to output_dir and print the table.
 
     The draft is bound to the target, in its dtype and in eval mode (`fit_draft`). Each prompt is a conversation that
-    ends with a user's turn. Returns what report.json holds. Raises DraftwrightError for an empty benchmark or a
-    prompt that is too long, before anything is decoded.
+    ends with a user's turn. training_seconds: what the report says of the draft's making. Returns what report.json
+    holds. Raises DraftwrightError for an empty benchmark or a prompt that is too long, before anything is decoded.
     """
     ids = {name: encode(tokenizer, name, prompts) for name, prompts in benchmarks.items()}
     for name, prompts in ids.items():
@@ -121,6 +134,8 @@ def evaluate(
     report = {
         "target": target.spec.name,
         "draft": draft_name,
+        "draft_parameters": sum(parameter.numel() for parameter in draft.parameters()),
+        "training_seconds": training_seconds,
         "temperature": sampling.temperature,
         "tree": describe_tree(tree),
         "acceptance": "exact" if lossy is None else {"lossy_typical": asdict(lossy)},

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -72,7 +73,13 @@ def test_report_of_a_greedy_run(run_eval: Any, folders: Path, tmp_path: Path, ca
     run_eval(tree="static")
     (path,) = tmp_path.glob("outputs/eval/*/*/report.json")
     report = json.loads(path.read_text())
-    assert set(report) == {"target", "draft", "temperature", "tree", "acceptance", "environment", "benchmarks"}
+    assert set(report) == {
+        "target", "draft", "draft_parameters", "training_seconds", "temperature", "tree", "acceptance", "environment",
+        "benchmarks",
+    }  # fmt: skip
+    stored = load_file(folders / "draft/model.safetensors")
+    assert report["draft_parameters"] == sum(stored[name].numel() for name in stored.keys() - {"d2t", "t2d"})
+    assert report["training_seconds"] is None
     assert report["acceptance"] == "exact"
     assert report["tree"] == {"kind": "static", "branching": [4, 3, 2, 2], "siblings": "top_k"}
     assert report["environment"]["dtype"] == "float64"
@@ -93,6 +100,19 @@ def test_report_of_a_greedy_run(run_eval: Any, folders: Path, tmp_path: Path, ca
     assert "report.json" in shown
     assert "report.html" in shown
     assert sorted(file.name for file in path.parent.iterdir()) == ["report.html", "report.json"]
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [('{"training_seconds": 12.5}', 12.5), ('{"training_seconds": null}', None), ("{}", None), ("half a fi", None)],
+)
+def test_training_seconds_come_from_the_run_beside_the_draft(
+    run_eval: Any, folders: Path, tmp_path: Path, record: str, expected: float | None
+) -> None:
+    shutil.copytree(folders / "draft", tmp_path / "run/draft")
+    (tmp_path / "run/run.json").write_text(record)
+    run_eval(checkpoint="run/draft", limit=1, max_new_tokens=2, output_dir="here")
+    assert json.loads((tmp_path / "here/report.json").read_text())["training_seconds"] == expected
 
 
 def test_sampling_several_benchmarks_and_limit(run_eval: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

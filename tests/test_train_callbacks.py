@@ -12,7 +12,7 @@ from torch import nn
 from data.batch import Batch
 from data.module import PlanLoader
 from train import callbacks
-from train.callbacks import KeepRandomState, LogProgress, StopOnSignal, TrainingStopped, progress_bar
+from train.callbacks import KeepRandomState, LogProgress, StopOnSignal, TrainingStopped, TrainingTime, progress_bar
 
 
 class Module(LightningModule):
@@ -97,6 +97,19 @@ def test_random_state_survives() -> None:
     restored.load_state_dict(state)
     restored.on_train_start(None, None)  # type: ignore[arg-type]
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_training_time_adds_up_over_continued_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: now)
+    first, second = TrainingTime(), TrainingTime()
+    first.on_fit_start(None, None)  # type: ignore[arg-type]
+    now = 130.0
+    second.load_state_dict(first.state_dict())
+    now = 500.0
+    second.on_fit_start(None, None)  # type: ignore[arg-type]
+    now = 512.0
+    assert second.seconds() == 42.0
 
 
 @pytest.mark.parametrize(("terminal", "kind"), [(True, RichProgressBar), (False, TQDMProgressBar)])

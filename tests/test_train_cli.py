@@ -115,7 +115,8 @@ def test_run_leaves_draft_metrics_and_report(world: Path, finished: Path) -> Non
 
     header = (finished / "csv" / "metrics.csv").read_text().splitlines()[0].split(",")
     assert {"train/loss", "train/lr", "train/grad_norm", "train/tokens_per_s", "val/loss", "val/tau"} <= set(header)
-    assert (finished / "eval" / "report.json").exists()
+    report = json.loads((finished / "eval" / "report.json").read_text())
+    assert report["training_seconds"] == record["training_seconds"] > 0
     assert not (finished / "train.log").exists()
 
 
@@ -144,6 +145,8 @@ def test_stopped_and_continued_run_gives_the_same_draft(world: Path, finished: P
 
     result = _run(world, _command(*always, f"output_dir={resumed}", "ckpt_path=last"))
     assert result.returncode == 0, result.stderr[-3000:]
+    before = torch.load(stopped / "last.ckpt", weights_only=True)["callbacks"]["TrainingTime"]["seconds"]
+    assert json.loads((resumed / "run.json").read_text())["training_seconds"] > before > 0
     ours, theirs = (load_file(folder / "draft" / "model.safetensors") for folder in (resumed, finished))
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():

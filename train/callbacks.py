@@ -1,4 +1,4 @@
-"""Lightning callbacks: stop on a signal, log speed and gradient norm, keep the random state, pick a progress bar."""
+"""Lightning callbacks: stop on a signal, log speed and gradient norm, keep random state and time, pick a bar."""
 
 from __future__ import annotations
 
@@ -91,6 +91,27 @@ class KeepRandomState(Callback):
             torch.set_rng_state(self._loaded["cpu"].cpu())
             if torch.cuda.is_available() and self._loaded["cuda"]:
                 torch.cuda.set_rng_state_all([state.cpu() for state in self._loaded["cuda"]])
+
+
+class TrainingTime(Callback):
+    """Seconds of fitting, validation included. Checkpoints carry them, so they add up over the runs that continue one
+    another; work that a killed run had not saved isn't counted."""
+
+    def __init__(self) -> None:
+        self._earlier, self._begin = 0.0, 0.0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Up to now, once fitting has begun."""
+        return self._earlier + time.perf_counter() - self._begin
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seconds": self.seconds()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._earlier = state_dict["seconds"]
 
 
 class LogProgress(Callback):

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import shlex
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -33,7 +33,7 @@ from spec_decode.drafter import VocabularyDrafter
 from spec_decode.errors import DraftwrightError, first_line
 from spec_decode.target_hf import HFTarget, TargetSource, open_target, tokenizer_fingerprint
 from spec_decode.tree import TreePlan
-from train.callbacks import KeepRandomState, LogProgress, StopOnSignal, progress_bar
+from train.callbacks import KeepRandomState, LogProgress, StopOnSignal, TrainingTime, progress_bar
 from train.checks import check_draft, check_fit, check_module, place, try_optimizer, try_trainer
 from train.draft import build_draft
 from train.export import Card, write_readme
@@ -97,9 +97,11 @@ def _train(settings: TrainSettings, config: dict[str, Any]) -> dict[str, Any]:
     draft = build_draft(kind, target, vocabulary.ids, tokenizer_fingerprint(tokenizer), **options)
     datamodule = _datamodule(settings, target, prepared, draft.taps)
     module = module_factory(draft=draft, target=target)
-    trainer = _trainer(settings, datamodule, logger, RememberSettings(now))
+    clock = TrainingTime()
+    trainer = _trainer(settings, datamodule, logger, [RememberSettings(now), clock])
     with _plain_interrupt():
         trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
+        record["training_seconds"] = clock.seconds()
         trainer.save_checkpoint(folder / LAST)
     card = _card(settings, target, record, trainer.global_step)
     draft.save_pretrained(folder / "draft", readme=card.text())
@@ -107,7 +109,7 @@ def _train(settings: TrainSettings, config: dict[str, Any]) -> dict[str, Any]:
     metrics = _heldout_metrics(trainer, module, datamodule)
     write_readme(folder / "draft", dataclasses.replace(card, metrics=metrics))
     write_record(folder, "run.json", {**record, "metrics": metrics})
-    report = _evaluate(settings, source, target, tokenizer, draft, prepared, tree)
+    report = _evaluate(settings, source, target, tokenizer, draft, prepared, tree, record["training_seconds"])
     return {"metrics": metrics, "eval": report, "draft": str(folder / "draft")}
 
 
@@ -209,13 +211,13 @@ def _logger(settings: TrainSettings, record: dict[str, Any]) -> Any:
     return logger
 
 
-def _trainer(settings: TrainSettings, datamodule: DraftDataModule, logger: Any, remember: RememberSettings) -> Trainer:
+def _trainer(settings: TrainSettings, datamodule: DraftDataModule, logger: Any, own: Sequence[Callback]) -> Trainer:
     """All epochs are one pass over the plan (data/module.py), so Lightning sees a single epoch."""
     callbacks: list[Callback] = [
         progress_bar(datamodule.total_steps),
         LogProgress(),
         KeepRandomState(),
-        remember,
+        *own,
         StopOnSignal(settings.output_dir / LAST),
         ModelCheckpoint(
             dirpath=settings.output_dir,
@@ -288,6 +290,7 @@ def _evaluate(
     draft: VocabularyDrafter,
     prepared: Prepared,
     tree: TreePlan,
+    training_seconds: float,
 ) -> dict[str, Any] | None:
     """Decode held-out prompts with and without the draft. The one place where training starts evaluation."""
     from eval.run import evaluate, fit_draft
@@ -313,4 +316,5 @@ def _evaluate(
         seed=settings.seed,
         output_dir=folder / "eval",
         draft_name=settings.variant.name,
+        training_seconds=training_seconds,
     )
