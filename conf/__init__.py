@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 import hydra
 from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
@@ -27,8 +26,13 @@ from spec_decode.tree_file import read_tree
 
 Verb = tuple[str, Callable[[DictConfig], Any]]  # config name in conf/, function that runs it
 
-_MISTAKES = (DraftwrightError, HydraException, OmegaConfBaseException, OSError)
+# What a person did wrong; anything else is a defect and shows its stack trace.
+MISTAKES = (DraftwrightError, HydraException, OmegaConfBaseException, OSError)
 _NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST}
+_PLUGINS = {
+    "hydra/launcher/joblib": "hydra-joblib-launcher",
+    "hydra/launcher/submitit_slurm": "hydra-submitit-launcher",
+}
 
 
 def launch(package: str, verbs: dict[str, Verb], argv: list[str]) -> None:
@@ -43,6 +47,7 @@ def launch(package: str, verbs: dict[str, Verb], argv: list[str]) -> None:
     config_name, run = verbs[first if named else next(iter(verbs))]
     try:
         words = [word for given in (argv[2:] if named else argv[1:]) for word in expand_tree(expand_home(given))]
+        refuse_additions(words)
     except DraftwrightError as error:
         fail(package, str(error))
     sys.argv = [f"python -m {package}{f' {first}' if named else ''}", *words]
@@ -53,9 +58,8 @@ def launch(package: str, verbs: dict[str, Verb], argv: list[str]) -> None:
     @functools.wraps(run)
     def job(cfg: DictConfig) -> Any:
         try:
-            refuse_additions(HydraConfig.get().overrides.task)
             return run(cfg)
-        except _MISTAKES as error:  # kept from Hydra, which would print lines of its own; a sweep goes on
+        except MISTAKES as error:  # kept from Hydra, which would print lines of its own; a sweep goes on
             mistakes.append(error)
 
     try:
@@ -63,7 +67,7 @@ def launch(package: str, verbs: dict[str, Verb], argv: list[str]) -> None:
     except KeyboardInterrupt:
         print(f"{package}: interrupted; finished files are kept, and the next run uses them", file=sys.stderr)
         sys.exit(130)
-    except _MISTAKES as error:
+    except MISTAKES as error:
         mistakes.append(error)
     if mistakes:
         fail(package, *(one_sentence(package, error) for error in mistakes))
@@ -131,8 +135,11 @@ def one_sentence(package: str, error: Exception) -> str:
     if isinstance(error.__cause__, DraftwrightError):  # raised by what Hydra instantiated
         return str(error.__cause__)
     text = " ".join((str(error) or str(error.__cause__)).split())
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file in _PLUGINS:
+        plugin = _PLUGINS[error.missing_cfg_file]
+        return f"this launcher needs the package {plugin}: run `pip install {plugin}` first"
     if isinstance(error, MissingConfigException) and error.options is not None:
-        group, _, option = (error.missing_cfg_file or "").partition("/")
+        group, _, option = (error.missing_cfg_file or "").rpartition("/")
         return f"there is no {group} '{option}'; choose from: {', '.join(error.options)}"
     if isinstance(error, OSError) and not isinstance(error, HydraException):
         if error.errno not in _NOT_WRITABLE:
@@ -141,9 +148,16 @@ def one_sentence(package: str, error: Exception) -> str:
         return f"could not write to {place} ({error.strerror}): free space or choose another output_dir=FOLDER"
     if isinstance(error, MissingMandatoryValue):
         return f"the config key '{error.full_key}' has no value: pass {error.full_key}=…"
+    if "module appears more than once" in text:
+        return f"several variants were given at once; {no_variant()}"
     if "variant.name" in text or "'variant'" in text:
         return no_variant()
-    if match := re.search(r"Could not override '([^']+)'", text):
+    if "does not support sweep type" in text:
+        return "interval(…) leaves a value to a search: add +sweep=optuna, or list values: key=a,b"
+    match = re.search(r"Could not override '([^']+)'", text)
+    if match and any(re.match(r"\+[^=]+=.*[,(]", word) for word in sys.argv):
+        return f"'{match[1]}' comes with what the sweep varies: write {match[1]}=choice(VALUE)"
+    if match:
         return f"there is no config key '{match[1]}'; python -m {package} --cfg job shows all keys"
     return text
 

@@ -143,6 +143,7 @@ def evaluate(
         "benchmarks": numbers,
     }
     examples = _examples(benchmarks, pairs, tokenizer)
+    report["examples"] = [asdict(example) for example in examples]
     baseline_s = {name: baseline_s_per_forward([pair.baseline for pair in found]) for name, found in pairs.items()}
     write = partial(_write, report, examples, baseline_s, Path(output_dir))
     write()  # the gaps below may need more memory than there is

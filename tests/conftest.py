@@ -5,8 +5,12 @@ Tests can't import this file (--import-mode=importlib), so helpers come as fixtu
 
 from __future__ import annotations
 
+import json
+import logging
 import math
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,3 +93,56 @@ def chi_square() -> Callable[[Tensor, Tensor], None]:
         assert chi2 < bound, f"chi-square {chi2:.1f} with {df} degrees of freedom exceeds {bound:.1f}"
 
     return check
+
+
+TURNS = (
+    "{% for m in messages %}{{ '<user> ' if m.role == 'user' else '<bot> ' }}{{ m.content }}{{ ' <eos> ' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<bot> ' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def make_world() -> Callable[[Path], Path]:
+    """make_world(folder): writes target/, a tiny model whose tokens are whole words, and chats.jsonl into a folder."""
+
+    def make(folder: Path) -> Path:
+        vocabulary = ["<pad>", "<eos>", "<user>", "<bot>", *(f"w{i}" for i in range(60))]
+        words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<pad>"))
+        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>")
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<user>", "<bot>"]})
+        tokenizer.chat_template = TURNS
+        tokenizer.save_pretrained(folder / "target")
+        sizes = {"intermediate_size": 64, "vocab_size": len(vocabulary), "max_position_embeddings": 256}
+        _tiny_llama(**sizes, eos_token_id=1, pad_token_id=0).save_pretrained(folder / "target")
+        lines = []
+        for i in range(60):
+            turns = [
+                (role, " ".join(f"w{(i * 7 + j * k) % 60}" for j in range(12)))
+                for k, role in ((1, "user"), (2, "assistant"))
+            ]
+            lines.append(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}))
+        lines.append(json.dumps({"messages": [{"role": "user", "content": "w1"}]}))
+        (folder / "chats.jsonl").write_text("\n".join(lines))
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def train_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """train_in(world, *words, sweep=False): `python -m train [-m]` in this process, brief unless the words say so."""
+    from train.cli import main
+
+    fixed = ["target=hf", "target.path=target", "target.dtype=float32", "dataset=jsonl", "dataset.path=chats.jsonl"]
+    small = ["tokens_per_batch=64", "train_tokens=600", "heldout_tokens=60", "max_length=64", "draft_vocab_size=40"]
+    brief = ["max_steps=4", "eval.max_new_tokens=4", "trainer.log_every_n_steps=2", "trainer.val_check_interval=4"]
+
+    def run(world: Path, *words: str, sweep: bool = False) -> None:
+        monkeypatch.chdir(world)
+        monkeypatch.setenv("DRAFTWRIGHT_CACHE", str(world / "cache"))
+        monkeypatch.setattr(logging.getLogger(), "handlers", [])  # Hydra's would outlive the captured stream
+        monkeypatch.setattr(sys, "argv", ["train", *["-m"] * sweep, *fixed, *small, *brief, *words])
+        main()
+
+    return run

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.errors import InstantiationException
+from hydra.types import RunMode
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
@@ -19,7 +20,7 @@ from spec_decode.errors import DraftwrightError
 FOLDER = Path(conf.__file__).parent
 GROUPS = sorted(p.relative_to(FOLDER).with_suffix("").as_posix() for p in FOLDER.glob("*/*.yaml"))
 TOPS = sorted(p.stem for p in FOLDER.glob("*.yaml"))
-TRAIN_GROUPS = [name for name in GROUPS if not name.startswith(("variant/", "experiment/"))]
+TRAIN_GROUPS = [name for name in GROUPS if not name.startswith(("variant/", "experiment/", "sweep/"))]
 
 
 def _compose(name: str, *overrides: str) -> DictConfig:
@@ -67,6 +68,16 @@ def test_experiments_compose(experiment: str) -> None:
     _check_code(_compose("train", "+variant=eagle3", f"+experiment={experiment}"))
 
 
+@pytest.mark.parametrize("sweep", _choices("sweep"))
+def test_sweeps_compose(sweep: str) -> None:
+    with initialize_config_module("conf", version_base="1.3"):
+        cfg = compose("train", overrides=["+variant=eagle3", f"+sweep={sweep}"], return_hydra_config=True)
+    assert cfg.hydra.mode == RunMode.MULTIRUN
+    assert cfg.hydra.sweep.dir == "outputs/search/eagle3"
+    for key in cfg.hydra.sweeper.params:
+        assert OmegaConf.select(cfg, key) is not None, key
+
+
 @pytest.mark.parametrize("top", TOPS)
 def test_each_entry_point_composes(top: str) -> None:
     _check_code(_compose(top))
@@ -96,6 +107,7 @@ def test_wheel_carries_packages_and_yaml(tmp_path: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {f"conf/{name}.yaml" for name in (*GROUPS, *TOPS)} <= names
     assert {f"{package}/__init__.py" for package in ("train", "data", "spec_decode", "eval", "conf")} <= names
+    assert {"hydra_plugins/draftwright.py", "conf/hydra/sweeper/optuna.yaml"} <= names
     assert not any(name.startswith(("tests/", "outputs/")) for name in names)
 
 

@@ -75,8 +75,9 @@ def test_report_of_a_greedy_run(run_eval: Any, folders: Path, tmp_path: Path, ca
     report = json.loads(path.read_text())
     assert set(report) == {
         "target", "draft", "draft_parameters", "training_seconds", "temperature", "tree", "acceptance", "environment",
-        "benchmarks",
+        "benchmarks", "examples",
     }  # fmt: skip
+    assert "".join(text for text, _ in report["examples"][0]["runs"])
     stored = load_file(folders / "draft/model.safetensors")
     assert report["draft_parameters"] == sum(stored[name].numel() for name in stored.keys() - {"d2t", "t2d"})
     assert report["training_seconds"] is None

@@ -14,10 +14,12 @@ ALLOWED = {
     "data": {"conf", "spec_decode"},
     "train": {"conf", "data", "spec_decode"},
     "eval": {"conf", "data", "spec_decode"},
+    "hydra_plugins": {"spec_decode", "train"},
 }
 THIRD_PARTY = {
     "lightning": {"train", "data/module.py"},
-    "hydra": {"cli.py", "run.py", "conf/__init__.py"},
+    "hydra": {"cli.py", "run.py", "conf/__init__.py", "train/sweep.py", "train/search.py", "hydra_plugins"},
+    "optuna": {"train/search.py"},
     "wandb": {"train"},
 }
 # Training ends with an evaluation; this one late import starts it.

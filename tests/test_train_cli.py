@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,6 @@ from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from spec_decode.drafters import load_draft
 from spec_decode.errors import DraftwrightError
@@ -28,39 +27,11 @@ from train import run
 from train.cli import main
 from train.provenance import git_commit
 
-WORDS = ["<pad>", "<eos>", "<user>", "<bot>", *(f"w{i}" for i in range(60))]
-TEMPLATE = (
-    "{% for m in messages %}{{ '<user> ' if m.role == 'user' else '<bot> ' }}{{ m.content }}{{ ' <eos> ' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<bot> ' }}{% endif %}"
-)
-
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny target and a file of chats, in which runs are started."""
-    folder = tmp_path_factory.mktemp("world")
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<user>", "<bot>"]})
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder / "target")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(
-        **sizes, num_hidden_layers=8, vocab_size=len(WORDS), max_position_embeddings=256, eos_token_id=1, pad_token_id=0
-    )
-    LlamaForCausalLM(config).save_pretrained(folder / "target")
-    lines = []
-    for i in range(60):
-        turns = [
-            (role, " ".join(f"w{(i * 7 + j * k) % 60}" for j in range(12)))
-            for k, role in ((1, "user"), (2, "assistant"))
-        ]
-        lines.append(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}))
-    lines.append(json.dumps({"messages": [{"role": "user", "content": "w1"}]}))
-    (folder / "chats.jsonl").write_text("\n".join(lines))
-    return folder
+def world(tmp_path_factory: pytest.TempPathFactory, make_world: Callable[[Path], Path]) -> Path:
+    """A folder in which runs are started."""
+    return make_world(tmp_path_factory.mktemp("world"))
 
 
 def _command(*words: str) -> list[str]:
@@ -220,17 +191,6 @@ def test_unusable_data_is_one_sentence(
     assert "Traceback" not in text
     assert text.splitlines()[-1].startswith("train: ")
     assert str(tmp_path / name) in text.splitlines()[-1]
-
-
-def test_wandb_offline_is_the_default_and_leaves_a_run(world: Path) -> None:
-    folder = world / "outputs" / "with wandb"
-    words = ["max_steps=4", "eval.enabled=false", "trainer.log_every_n_steps=1", f"output_dir={folder}"]
-    result = _run(world, _command(*words))
-    assert result.returncode == 0, result.stderr[-3000:]
-    (run_file,) = folder.glob("wandb/offline-run-*/*.wandb")
-    content = run_file.read_bytes()
-    for key in (b"train/loss", b"val/tau", b"draft_vocab_size", b"supervised_tokens"):
-        assert key in content, key
 
 
 @pytest.fixture(scope="module")
@@ -433,7 +393,7 @@ def test_status_of_bad_input_reaches_the_shell(world: Path) -> None:
 def test_help_names_the_choices(world: Path) -> None:
     result = _run(world, [sys.executable, "-m", "train", "--help"])
     assert result.returncode == 0
-    assert "variant: eagle3" in result.stdout
+    assert re.search("variant: .*eagle3", result.stdout)
     assert "python -m train +variant=eagle3" in result.stdout
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from typing import Any
+from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from conf import launch, no_variant
 from spec_decode.errors import DraftwrightError
+from train.sweep import recorded
 
 
 def main() -> None:
@@ -19,20 +20,34 @@ def main() -> None:
     launch("train", {"fit": ("train", fit)}, sys.argv)
 
 
-def fit(cfg: DictConfig) -> Any:
+def fit(cfg: DictConfig) -> float | None:
+    """Train, alone or as one run of a sweep. Returns val/tau, which a sweep maximises; None if it wasn't measured."""
+    hydra = HydraConfig.get()
+    words = [word for word in hydra.overrides.task if not word.startswith("ckpt_path=")]
+    if hydra.mode == RunMode.RUN:
+        return _fit(cfg, words)
+    cfg.output_dir = hydra.runtime.output_dir  # one folder for each run
+    if "group" in cfg.logger:
+        cfg.logger.group = Path(hydra.sweep.dir).name
+    with recorded(Path(cfg.output_dir), words):
+        return _fit(cfg, words)
+    return None  # it failed
+
+
+def _fit(cfg: DictConfig, words: list[str]) -> float | None:
     """Check the choice of variant, train, and turn a stop by signal into the shell's exit status."""
     check_variant(cfg)
     from train.callbacks import TrainingStopped  # Lightning takes seconds to import; a typo shouldn't wait for it
     from train.run import train
 
-    if HydraConfig.get().mode == RunMode.MULTIRUN:
-        cfg.output_dir = HydraConfig.get().runtime.output_dir  # one folder for each job
     try:
-        return train(cfg)
+        return train(cfg)["metrics"].get("val/tau")
     except TrainingStopped as stop:
-        words = [word for word in HydraConfig.get().overrides.task if not word.startswith("ckpt_path=")]
-        command = f"python -m train {shlex.join([*words, f'ckpt_path={stop.checkpoint}'])}"
-        print(f"train: {stop}; continue with: {command}", file=sys.stderr)
+        if HydraConfig.get().mode == RunMode.RUN:
+            advice = f"continue with: python -m train {shlex.join([*words, f'ckpt_path={stop.checkpoint}'])}"
+        else:
+            advice = "the same command continues a search with +sweep=optuna"
+        print(f"train: {stop}; {advice}", file=sys.stderr)
         sys.exit(stop.status)
 
 

@@ -29,6 +29,20 @@ def provenance(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def flat(values: Mapping[str, Any], separator: str) -> dict[str, Any]:
+    """Nested values with one key for each leaf: {"a": {"b": 1}} gives {"a.b": 1} where "." separates."""
+    leaves: dict[str, Any] = {}
+    for key, value in values.items():
+        inner = flat(value, separator) if isinstance(value, Mapping) else None
+        leaves |= {key: value} if inner is None else {f"{key}{separator}{name}": leaf for name, leaf in inner.items()}
+    return leaves
+
+
+def hyperparameters(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record as a logger can search and group by it: module/lr, versions/torch. W&B advises against dots in keys."""
+    return {key.removeprefix("config/"): value for key, value in flat(record, "/").items()}
+
+
 def git_commit(folder: Path) -> str | None:
     """Commit of the checkout whose root is `folder`, with "-dirty" when tracked files differ; None if there is none."""
     if not (folder / ".git").exists():

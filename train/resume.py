@@ -19,6 +19,7 @@ from data.batch import Sequences
 from spec_decode.checkpoint import write_atomically
 from spec_decode.errors import DraftwrightError
 from spec_decode.target import Target
+from train.provenance import flat
 from train.settings import TrainSettings
 
 LAST = "last.ckpt"
@@ -78,10 +79,10 @@ def identity(settings: TrainSettings, target: Target) -> dict[str, Any]:
     return {
         "target.dtype": settings.target.dtype,
         "target (its weights)": target.identity()[:16],
-        **_flat("draft", settings.draft),
+        **flat({"draft": settings.draft}, "."),
         "draft_vocab_size": settings.draft_vocab_size,
         "vocabulary_tokens": settings.vocabulary_tokens,
-        **_flat("module", settings.module),
+        **flat({"module": settings.module}, "."),
         "trainer.precision": settings.trainer.get("precision"),
         "trainer.gradient_clip_val": settings.trainer.get("gradient_clip_val"),
     }
@@ -103,9 +104,3 @@ def refuse_changes(checkpoint: Path, then: Mapping[str, Any], now: Mapping[str, 
                 f"the checkpoint {checkpoint} was written with another {key} ({then.get(key)}, now {now.get(key)}): "
                 "repeat the command that started that run and add ckpt_path"
             )
-
-
-def _flat(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {name: value}
-    return {key: leaf for part, inner in value.items() for key, leaf in _flat(f"{name}.{part}", inner).items()}

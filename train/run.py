@@ -18,6 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_class, instantiate
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import WandbLogger
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 from wandb.errors import Error as WandbError
@@ -37,7 +38,7 @@ from train.callbacks import KeepRandomState, LogProgress, StopOnSignal, Training
 from train.checks import check_draft, check_fit, check_module, place, try_optimizer, try_trainer
 from train.draft import build_draft
 from train.export import Card, write_readme
-from train.provenance import command_line, provenance, write_record
+from train.provenance import command_line, hyperparameters, provenance, write_record
 from train.resume import (
     CONTENT,
     LAST,
@@ -50,6 +51,7 @@ from train.resume import (
     saved_settings,
 )
 from train.settings import TrainSettings
+from train.wandb_report import report_to_wandb
 
 
 def train(cfg: DictConfig) -> dict[str, Any]:
@@ -90,7 +92,7 @@ def _train(settings: TrainSettings, config: dict[str, Any]) -> dict[str, Any]:
     record["data"] = _data_record(settings, prepared, vocabulary)
     write_record(folder, "run.json", record)
     if logger:
-        logger.log_hyperparams({"data": record["data"]})
+        logger.log_hyperparams(hyperparameters({"data": record["data"]}))
 
     # What ran before may have drawn random numbers, on a first run other ones than later.
     seed_everything(settings.seed, verbose=False)
@@ -110,6 +112,9 @@ def _train(settings: TrainSettings, config: dict[str, Any]) -> dict[str, Any]:
     write_readme(folder / "draft", dataclasses.replace(card, metrics=metrics))
     write_record(folder, "run.json", {**record, "metrics": metrics})
     report = _evaluate(settings, source, target, tokenizer, draft, prepared, tree, record["training_seconds"])
+    if isinstance(logger, WandbLogger):
+        parameters = sum(parameter.numel() for parameter in draft.parameters())
+        report_to_wandb(logger.experiment, settings.variant.name, folder, parameters, report or {})
     return {"metrics": metrics, "eval": report, "draft": str(folder / "draft")}
 
 
@@ -201,7 +206,7 @@ def _logger(settings: TrainSettings, record: dict[str, Any]) -> Any:
         return False
     logger = instantiate(settings.logger, _convert_="all")
     try:
-        logger.log_hyperparams(record)
+        logger.log_hyperparams(hyperparameters(record))
     except WandbError as error:
         raise DraftwrightError(
             f"W&B can't start the run ({' '.join(str(error).split())}): run `wandb login`, or use logger=wandb_offline"
