@@ -42,13 +42,14 @@ class DraftVocabulary:
 
 
 def build_draft_vocabulary(
-    sequences: Sequences, size: int, vocab_size: int, forced: Iterable[int] = ()
+    sequences: Sequences, size: int | None, vocab_size: int, forced: Iterable[int] = ()
 ) -> DraftVocabulary:
-    """The `forced` ids and the most frequent supervised tokens, `size` in all.
+    """The `forced` ids and the most frequent supervised tokens, `size` in all; None takes the whole vocabulary.
 
     Ties go to the lower id; where fewer distinct tokens exist, the lowest unused ids fill up. Raises
     DraftwrightError when the size doesn't fit between the forced ids and the target's vocabulary.
     """
+    size = vocab_size if size is None else size
     must = torch.tensor(sorted(set(forced)), dtype=torch.long)
     if not max(1, len(must)) <= size <= vocab_size:
         raise DraftwrightError(

@@ -18,10 +18,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from spec_decode.cache import TreeCache
 from spec_decode.errors import DraftwrightError, first_line
+from spec_decode.grouped_attention import group_attention
 from spec_decode.packaged import default_cache, packaged_model
 from spec_decode.target import TargetOutput, TargetSpec, check_taps
 
@@ -52,6 +61,7 @@ class HFTarget:
 
     def __init__(self, model: PreTrainedModel, name: str = "", eos_token_ids: tuple[int, ...] = ()) -> None:
         """eos_token_ids: end-of-turn tokens beside those that the model's own configs name."""
+        group_attention(model)
         self.model = model.eval().requires_grad_(False)
         self.spec = _spec(model, name, eos_token_ids)
         self._base: Any = model.base_model
@@ -78,6 +88,15 @@ class HFTarget:
 
     def head_weight(self) -> Tensor:
         return self.model.get_output_embeddings().weight
+
+    def states(self, ids: Tensor) -> Tensor:
+        """Final-normed states [B, T, H] of ids [B, T], with the gradient that `forward` never has."""
+        return self._base(input_ids=ids, use_cache=False).last_hidden_state
+
+    def config_json(self) -> dict[str, Any]:
+        """What config.json of a Hugging Face folder with this model holds."""
+        kind = {"architectures": [type(self.model).__name__], "dtype": str(self.dtype).removeprefix("torch.")}
+        return json.loads(self.model.config.to_json_string()) | kind
 
     def identity(self) -> str:
         return self._identity
@@ -172,19 +191,7 @@ class TargetSource:
 def open_target(source: TargetSource) -> tuple[HFTarget, PreTrainedTokenizerBase]:
     """Load a causal LM and its tokenizer. Raises DraftwrightError when it isn't there."""
     tokenizer = open_tokenizer(source)
-    location, dtype = source.location, getattr(torch, source.dtype)
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            location, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
-        )
-    except Exception as error:  # transformers, safetensors and HTTP libraries share no base class
-        raise _not_loaded(location, error) from error
-    model, loading = loaded
-    if missing := sorted(loading["missing_keys"]):  # transformers would leave them random
-        raise DraftwrightError(
-            f"the target '{source.name()}' lacks the tensor '{missing[0]}' ({len(missing)} missing in all): pass a "
-            "complete model as target.path"
-        )
+    model = _load(source.location, getattr(torch, source.dtype))
     # Chat models often keep the base model's end token in their config and name the turn's in the tokenizer.
     end = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     return HFTarget(_move(model, source.device), source.name(), end), tokenizer
@@ -195,16 +202,61 @@ def open_tokenizer(source: TargetSource) -> PreTrainedTokenizerBase:
     location = source.location
     try:
         return AutoTokenizer.from_pretrained(location)
-    except Exception as error:  # as in `open_target`
+    except Exception as error:  # as in `_load`
         raise _not_loaded(location, error) from error
 
 
-def _not_loaded(location: str, error: Exception) -> DraftwrightError:
+def new_llama(**sizes: Any) -> HFTarget:
+    """An untrained Llama in fp32 whose head is its embedding; sizes: fields of `LlamaConfig`."""
+    return HFTarget(_untrained(LlamaConfig(**sizes, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None)))
+
+
+def untrained_model(folder: Path) -> HFTarget:
+    """A model in fp32 that is shaped as config.json in `folder` says. Raises DraftwrightError if it names none."""
+    try:
+        return HFTarget(_untrained(AutoConfig.from_pretrained(folder)), folder.name)
+    except DraftwrightError:
+        raise
+    except Exception as error:  # as in `_load`
+        raise DraftwrightError(
+            f"{folder}/config.json describes no model that transformers can make ({first_line(error)}): write the "
+            "draft again"
+        ) from error
+
+
+def open_draft_model(path: str) -> HFTarget:
+    """The causal LM in fp32 that a draft starts from: draft.path, a folder or hub name."""
+    location = os.path.expanduser(path)
+    return HFTarget(_load(location, torch.float32, "draft"), path)
+
+
+def _untrained(config: PreTrainedConfig) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+
+
+def _load(location: str, dtype: torch.dtype, role: str = "target") -> PreTrainedModel:
+    """The causal LM in a folder or under a hub name. role: the section of the config whose `path` it is."""
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            location, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+        )
+    except Exception as error:  # transformers, safetensors and HTTP libraries share no base class
+        raise _not_loaded(location, error, role) from error
+    model, loading = loaded
+    if missing := sorted(loading["missing_keys"]):  # transformers would leave them random
+        raise DraftwrightError(
+            f"the {role} '{location}' lacks the tensor '{missing[0]}' ({len(missing)} missing in all): pass a "
+            f"complete model as {role}.path"
+        )
+    return model
+
+
+def _not_loaded(location: str, error: Exception, role: str = "target") -> DraftwrightError:
     on_hub = not Path(location).exists() and re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", location)
     get = f", or run `hf download {location}` where the hub can be reached" if on_hub else ""
     return DraftwrightError(
-        f"the target '{location}' could not be loaded ({first_line(error)}): pass a folder with config.json, "
-        f"safetensors and tokenizer files as target.path=FOLDER{get}"
+        f"the {role} '{location}' could not be loaded ({first_line(error)}): pass a folder with config.json, "
+        f"safetensors and tokenizer files as {role}.path=FOLDER{get}"
     )
 
 
@@ -240,24 +292,24 @@ def _store(captured: dict[int, Tensor], tap: int) -> Any:
 
 def _spec(model: PreTrainedModel, name: str, more_eos: tuple[int, ...]) -> TargetSpec:
     config = model.config
-    kind = f"target '{name}' ({type(model).__name__})"
+    kind = f"model '{name}' ({type(model).__name__})"
     if not hasattr(model.base_model, "layers"):
-        raise DraftwrightError(f"{kind} is not Llama-like: it has no list `layers`; choose another target.path")
+        raise DraftwrightError(f"{kind} is not Llama-like: it has no list `layers`; choose another model")
     for size in _SIZES:
         if getattr(config, size, None) is None:
-            raise DraftwrightError(f"{kind} is not Llama-like: its config has no {size}; choose another target.path")
+            raise DraftwrightError(f"{kind} is not Llama-like: its config has no {size}; choose another model")
     for scale, neutral in _SCALED_HEADS.items():
         if getattr(config, scale, neutral) not in (neutral, None):
-            raise DraftwrightError(f"{kind} scales its logits ({scale}), which is not supported: choose another target")
+            raise DraftwrightError(f"{kind} scales its logits ({scale}), which is not supported: choose another model")
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        raise DraftwrightError(f"{kind} has a head with a bias, which is not supported: choose another target")
+        raise DraftwrightError(f"{kind} has a head with a bias, which is not supported: choose another model")
     # transformers keeps sliding_window on models that don't use it, but then lists no such layer in layer_types.
     layers = set(
         getattr(config, "layer_types", None) or ["sliding_attention"] * bool(getattr(config, "sliding_window", None))
     )
     if other := sorted(layers - {"full_attention"}):
         raise DraftwrightError(
-            f"{kind} has layers of the kind {other[0]}, whose cache can't hold a tree: choose another target"
+            f"{kind} has layers of the kind {other[0]}, whose cache can't hold a tree: choose another model"
         )
     return TargetSpec(
         name=name,

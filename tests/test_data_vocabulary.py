@@ -28,6 +28,12 @@ def test_ties_go_to_the_lower_id_and_unused_ids_fill_up():
     assert build_draft_vocabulary(sequences([8]), 10, 10).d2t.tolist() == [0] * 10
 
 
+def test_no_size_takes_the_whole_vocabulary():
+    assert build_draft_vocabulary(sequences([8]), None, 10, forced=[1]).ids.tolist() == list(range(10))
+    with pytest.raises(DraftwrightError, match="belongs to another target"):
+        build_draft_vocabulary(sequences([10]), None, 10)
+
+
 def test_no_supervised_token_covers_nothing():
     data = sequences([1, 2], [False, False])
     assert build_draft_vocabulary(data, 2, 4).coverage(data) == 0.0

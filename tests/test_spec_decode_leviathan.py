@@ -1,17 +1,25 @@
-"""`leviathan_decode`: any causal LM or drafter proposes a chain, and the output stays the target's."""
+"""`leviathan_decode`: any causal LM or drafter proposes a chain, and the output stays the target's. `LeviathanDraft`:
+a language model that is made for its target, and its folder."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from spec_decode.decode import leviathan_decode, plain_decode, speculative_decode
+from spec_decode.drafters import load_draft
 from spec_decode.drafters.eagle3 import Eagle3Config, Eagle3Draft
-from spec_decode.drafters.leviathan import LanguageModelDraft
+from spec_decode.drafters.leviathan import LanguageModelDraft, LeviathanConfig, LeviathanDraft
 from spec_decode.drafters.medusa import MedusaConfig, MedusaDraftModel
+from spec_decode.errors import DraftwrightError
 from spec_decode.sampling import Sampling
 from spec_decode.target import Target
 from spec_decode.toy import BigramLM, MultiLayerCausalLM
@@ -153,3 +161,148 @@ def test_wrong_arguments_are_named(
 def test_a_language_model_draft_needs_a_target() -> None:
     with pytest.raises(TypeError, match="model must be a target such as HFTarget"):
         LanguageModelDraft(nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+# --- LeviathanDraft ---------------------------------------------------------------------------------------------------
+
+
+def make_draft(target: Target, **changes: Any) -> LeviathanDraft:
+    """A random draft whose head is the target's, so that it is right now and then."""
+    torch.manual_seed(0)
+    draft = LeviathanDraft(LeviathanConfig.for_target(target.spec, tokenizer="abc", **changes))
+    draft.init_head(target.head_weight())
+    return draft
+
+
+@pytest.fixture
+def folder(target: MultiLayerCausalLM, tmp_path: Path) -> Path:
+    make_draft(target).save_pretrained(tmp_path / "draft", readme="made by a test")
+    return tmp_path / "draft"
+
+
+@pytest.mark.parametrize("plan", [StaticTree((1, 1, 1)), StaticTree((3, 2, 2)), DynamicTree(3, 3, 9)], ids=str)
+def test_a_trained_draft_decodes_like_plain_decoding(target: MultiLayerCausalLM, folder: Path, plan: TreePlan) -> None:
+    accepted = 0
+    for draft in (make_draft(target).double(), load_draft(folder)):
+        for prompt in (PROMPT, [3], [9] * 44, [1] * 48):
+            expected = plain_decode(target, prompt, max_new_tokens=20).tokens
+            got = speculative_decode(target, draft, prompt, tree=plan, max_new_tokens=20)
+            assert got.tokens == expected
+            accepted += sum(got.accepted)
+    assert accepted > 0
+
+
+def test_it_is_a_llama_as_wide_as_the_target_that_starts_from_its_head(target: MultiLayerCausalLM) -> None:
+    draft = make_draft(target)
+    names = [name for name, parameter in draft.named_parameters() if parameter.requires_grad]
+    assert len(names) == 1 + 2 * 9 + 1
+    assert [name for name in names if "embed_tokens" in name or "lm_head" in name] == ["lm.model.embed_tokens.weight"]
+    assert draft.heads()[0] is draft.lm.get_input_embeddings().weight
+    assert torch.equal(draft.heads()[0], target.head_weight().float())
+    narrow = make_draft(target, hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4)
+    assert narrow.heads()[0].shape == (VOCAB, 8)
+
+
+def test_casting_leaves_rotary_frequencies_in_fp32(target: MultiLayerCausalLM) -> None:
+    draft = make_draft(target)
+    frequencies = draft.lm.model.rotary_emb.inv_freq.clone()
+    draft.to(torch.bfloat16)
+    assert draft.model.dtype == torch.bfloat16
+    assert torch.equal(draft.lm.model.rotary_emb.inv_freq, frequencies)
+
+
+def test_the_folder_is_that_of_a_hugging_face_model(target: MultiLayerCausalLM, folder: Path) -> None:
+    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    config = json.loads((folder / "config.json").read_text())
+    wanted = {"drafter": "leviathan.LeviathanDraft", "target": "toy", "tokenizer": "abc", "model_type": "llama"}
+    assert config | wanted == config
+    model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert isinstance(model, LlamaForCausalLM)
+    assert not any(loading.values())
+    with torch.no_grad():
+        wanted_logits = make_draft(target).lm(torch.tensor([PROMPT])).logits
+        assert torch.equal(model(torch.tensor([PROMPT])).logits, wanted_logits)
+
+
+def test_a_folder_is_written_again_as_it_was(folder: Path) -> None:
+    draft = load_draft(folder)
+    assert isinstance(draft, LeviathanDraft)
+    assert (draft.config.target, draft.config.tokenizer, draft.config.num_layers) == ("toy", "abc", 2)
+    draft.save_pretrained(folder.parent / "again", readme="made by a test")
+    for name in ("model.safetensors", "README.md"):
+        assert (folder / name).read_bytes() == (folder.parent / "again" / name).read_bytes()
+    first, second = (json.loads((path / "config.json").read_text()) for path in (folder, folder.parent / "again"))
+    assert first == second
+
+
+def test_a_draft_in_bfloat16_says_so(target: MultiLayerCausalLM, tmp_path: Path) -> None:
+    draft = make_draft(target).to(torch.bfloat16)
+    draft.save_pretrained(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
+    again = load_draft(tmp_path)
+    assert torch.equal(again.heads()[0], draft.heads()[0].float())  # type: ignore[attr-defined]
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), "lacks the tensor 'model.norm.weight'"),
+        (lambda tensors: tensors.update(extra=torch.zeros(1)), "unexpected tensor 'extra'"),
+        (lambda tensors: tensors.update({"model.norm.weight": torch.zeros(3)}), r"'model.norm.weight' has shape \[3\]"),
+    ],
+)
+def test_wrong_tensors_are_named(folder: Path, change: Callable[[Tensors], Any], message: str) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(DraftwrightError, match=message):
+        load_draft(folder)
+
+
+def test_a_config_of_no_model_is_one_sentence(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    for edit in ({"model_type": "llamas"}, {"hidden_size": "wide"}, {"num_attention_heads": 3}):
+        (folder / "config.json").write_text(json.dumps(config | edit))
+        with pytest.raises(DraftwrightError, match=r"config.json describes no model that .* can make") as error:
+            load_draft(folder)
+        assert "\n" not in str(error.value)
+
+
+def test_a_trained_model_can_be_the_start(target: MultiLayerCausalLM, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 3, "num_attention_heads": 2}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCAB, **sizes, num_key_value_heads=1, tie_word_embeddings=False))
+    model.save_pretrained(tmp_path / "small")
+    draft = make_draft(target, path=str(tmp_path / "small"))
+    draft.bind(target)
+    draft.save_pretrained(tmp_path / "draft")
+    loaded, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "draft", output_loading_info=True)
+    assert not any(loading.values())
+    for state in (draft.lm.state_dict(), loaded.state_dict(), load_draft(tmp_path / "draft").lm.state_dict()):  # type: ignore[union-attr,operator]
+        assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert draft.heads()[0].requires_grad
+
+
+def test_a_start_that_does_not_fit_is_one_sentence(target: MultiLayerCausalLM, tmp_path: Path) -> None:
+    with pytest.raises(DraftwrightError, match=r"the draft '.*nothing' could not be loaded .* as draft.path=FOLDER"):
+        make_draft(target, path=str(tmp_path / "nothing"))
+    MultiLayerCausalLM(vocab_size=7).model.save_pretrained(tmp_path / "other")
+    with pytest.raises(DraftwrightError, match="has a vocabulary of 7 tokens, but target 'toy' has 32"):
+        make_draft(target, path=str(tmp_path / "other")).bind(target)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"draft_vocab_size": 8}, "draft_vocab_size 8 is not possible, .* all 32 tokens .* use draft_vocab_size=null"),
+        ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
+        ({"hidden_size": 15}, "draft.hidden_size=15 must be a multiple of draft.num_heads=2"),
+        ({"num_kv_heads": 3}, "and that of draft.num_kv_heads=3: choose other sizes"),
+    ],
+    ids=str,
+)
+def test_sizes_that_are_not_possible(target: MultiLayerCausalLM, changes: dict[str, int], message: str) -> None:
+    with pytest.raises(DraftwrightError, match=message):
+        make_draft(target, **changes)

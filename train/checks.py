@@ -72,7 +72,7 @@ def check_fit(settings: TrainSettings, kind: type, options: Mapping[str, Any], s
             f"max_length={settings.max_length} exceeds the {spec.max_positions} positions of target '{spec.name}': "
             f"use max_length={spec.max_positions} or less"
         )
-    check_draft(kind, options, spec, draft_vocab_size=settings.draft_vocab_size)
+    check_draft(kind, options, spec, draft_vocab_size=settings.draft_vocab_size or spec.vocab_size)
 
 
 def try_optimizer(module_factory: Any) -> None:

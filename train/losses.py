@@ -178,7 +178,7 @@ class _ChunkedHeadLoss(torch.autograd.Function):
                     p = _precise(target_states[rows] @ target_weight.T).softmax(dim=-1)
                 else:
                     p = F.one_hot(labels[rows], len(target_weight)).to(torch.float32)
-                parts = [states[rows, span] @ head.T for span, head in zip(spans, own, strict=True)]
+                parts = [_product(states[rows, span], head.T) for span, head in zip(spans, own, strict=True)]
                 logits = _precise(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).requires_grad_(learns)
                 with torch.set_grad_enabled(learns):
                     values = loss(logits, p[:, None])
@@ -188,7 +188,8 @@ class _ChunkedHeadLoss(torch.autograd.Function):
                 if grads is not None:
                     grads[chunk] = torch.autograd.grad(weighted, logits)[0]
                     for span, head in zip(spans, own, strict=True):
-                        grad_states[span, rows] = (grads[chunk, span] @ head).transpose(0, 1).to(grad_states.dtype)
+                        grad = _product(grads[chunk, span], head).transpose(0, 1)
+                        grad_states[span, rows] = grad.to(grad_states.dtype)
             if grads is not None:
                 for span, grad_head in zip(spans, grad_heads, strict=True):
                     if grad_head is not None:
@@ -203,6 +204,11 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         grad_states, *grad_heads = ctx.saved_tensors
         scaled = [None if grad_head is None else grad_head * grad_total for grad_head in grad_heads]
         return grad_states * grad_total, None, None, None, None, None, None, *scaled
+
+
+def _product(rows: Tensor, matrix: Tensor) -> Tensor:
+    """rows [R, K, A] @ matrix [A, B], as one product: for strided rows torch would copy the matrix R times."""
+    return (rows.reshape(-1, rows.shape[-1]) @ matrix).unflatten(0, rows.shape[:2])
 
 
 def _compute_dtype(tensor: Tensor) -> torch.dtype:

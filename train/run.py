@@ -147,11 +147,12 @@ def _prepare(
 
     Counting tokens costs little beside training on them, so the vocabulary is counted on more conversations.
     """
+    counted = settings.vocabulary_tokens if settings.draft_vocab_size else 0
     prepared = prepare(
         tokenizer,
         settings.dataset,
         max_length=settings.max_length,
-        train_tokens=settings.train_tokens and max(settings.train_tokens, settings.vocabulary_tokens),
+        train_tokens=settings.train_tokens and max(settings.train_tokens, counted),
         heldout_tokens=settings.heldout_tokens,
     )
     print("\n".join(prepared.report.lines()))
