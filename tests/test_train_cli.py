@@ -20,11 +20,14 @@ from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from spec_decode.drafters import load_draft
 from spec_decode.errors import DraftwrightError
 from train import run
+from train.callbacks import TrainingStopped
 from train.cli import main
+from train.leviathan import LeviathanModule
 from train.provenance import git_commit
 
 
@@ -196,12 +199,16 @@ def test_unusable_data_is_one_sentence(
 @pytest.fixture(scope="module")
 def composed(world: Path) -> DictConfig:
     """The config of `_command`, with absolute paths."""
+    return _composed(world, "eagle3")
+
+
+def _composed(world: Path, variant: str) -> DictConfig:
     words = [
         word.replace("=target", f"={world}/target").replace("=chats", f"={world}/chats") for word in _command()[4:]
     ]
     words = ["target=hf" if word.startswith("target=") else word for word in words]
     with initialize_config_module("conf", version_base="1.3"):
-        return compose("train", overrides=["+variant=eagle3", *words, "logger=none", f"cache_dir={world}/cache"])
+        return compose("train", overrides=[f"+variant={variant}", *words, "logger=none", f"cache_dir={world}/cache"])
 
 
 def _changed(composed: DictConfig, *words: str) -> DictConfig:
@@ -232,7 +239,6 @@ WRONG = {
     "heldout_tokens=-1": "heldout_tokens=-1 ",
     "max_length=abc": "max_length=abc .* a whole number of at least 2",
     "draft_vocab_size=abc": "draft_vocab_size=abc ",
-    "draft_vocab_size=null": "draft_vocab_size=null ",
     "draft_vocab_size=0": "draft_vocab_size=0 ",
     "checkpoint_minutes=abc": "checkpoint_minutes=abc .* a number of at least 0",
     "features=foo": "features=foo .* cache or online",
@@ -375,6 +381,43 @@ def test_random_numbers_drawn_before_do_not_change_the_draft(
         opened = run.open_target
         monkeypatch.setattr(run, "open_target", lambda source, opened=opened: (torch.rand(7), opened(source))[1])
     assert all(torch.equal(drafts[0][name], drafts[1][name]) for name in drafts[0])
+
+
+def test_a_language_model_is_distilled_stopped_and_continued(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = _changed(_composed(world, "leviathan"), "draft_vocab_size=null", "max_steps=4", "eval.limit=2")
+    whole = run.train(_changed(cfg, f"output_dir={tmp_path / 'whole'}"))
+    assert whole["eval"]["benchmarks"]["held_out"]["differences"] == []
+    assert whole["metrics"].keys() >= {"val/loss", "val/tau", "val/acceptance/1"}
+    assert whole["metrics"]["val/loss"] == whole["metrics"]["val/loss/0"]
+    draft = load_draft(whole["draft"])
+    assert (draft.config.draft_vocab_size, draft.config.target) == (64, "target")
+    assert AutoModelForCausalLM.from_pretrained(whole["draft"]).config.num_hidden_layers == 2
+
+    def stopping(module: LeviathanModule, *arguments: Any) -> Any:
+        if module.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(module, *arguments)
+
+    step, last = LeviathanModule.training_step, tmp_path / "stopped" / "last.ckpt"
+    with monkeypatch.context() as patched:
+        patched.setattr(LeviathanModule, "training_step", stopping)
+        with pytest.raises(TrainingStopped) as stopped:
+            run.train(_changed(cfg, f"output_dir={last.parent}"))
+    assert stopped.value.step == 2
+    resumed = run.train(_changed(cfg, f"ckpt_path={last}", f"output_dir={tmp_path / 'resumed'}"))
+    assert resumed["metrics"] == whole["metrics"]
+    ours, theirs = (load_file(Path(result["draft"]) / "model.safetensors") for result in (resumed, whole))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def test_a_language_model_scores_the_whole_vocabulary(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "prepare", _raise(Opened()))
+    with pytest.raises(DraftwrightError, match=r"draft_vocab_size 40 is not possible.* use draft_vocab_size=null"):
+        run.train(_composed(world, "leviathan"))
 
 
 def _raise(error: BaseException) -> Any:
