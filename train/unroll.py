@@ -20,9 +20,19 @@ from train.attention import make_blocks, unrolled_attention
 
 
 def training_time_test(
-    draft: FeatureDrafter, target: Target, batch: Batch, states: Tensor, rows: Tensor, steps: int
+    draft: FeatureDrafter,
+    target: Target,
+    batch: Batch,
+    states: Tensor,
+    rows: Tensor,
+    steps: int,
+    *,
+    detach: bool = False,
 ) -> Tensor:
-    """What the head reads of `rows` [R] at every step, [steps, R, H]; states [N, in]: the target's, of all rows."""
+    """What the head reads of `rows` [R] at every step, [steps, R, H]; states [N, in]: the target's, of all rows.
+
+    detach: let no gradient flow from one step into the state that it starts from.
+    """
     layer, dtype = draft.midlayer, draft.dtype
     count = batch.ids.numel()
     everything = torch.arange(count, device=rows.device)
@@ -43,7 +53,7 @@ def training_time_test(
     for step in range(steps):
         at = positions[rows] + step
         if step > 0:
-            residual, x = layer.inputs(embeds(rows, 1 + step), fed)
+            residual, x = layer.inputs(embeds(rows, 1 + step), fed.detach() if detach else fed)
             key, value = layer.self_attn.key_value(x, at)
             own_k, own_v = torch.cat((own_k, key[None])), torch.cat((own_v, value[None]))
         query = layer.self_attn.query(x, at)

@@ -29,6 +29,10 @@ class EagleLayer(DraftLayer):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config, config.hidden_size)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size)
+        with torch.no_grad():  # at first the target's state passes through
+            self.fc.weight[:, : config.hidden_size] = 0
+            self.fc.weight[:, config.hidden_size :] = torch.eye(config.hidden_size)
+            self.fc.bias.zero_()
 
     def inputs(self, embeds: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         fused = self.fc(torch.cat((embeds, states), dim=-1)).to(states.dtype)
