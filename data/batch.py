@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,15 @@ class Batch:
     offsets: Tensor
     features: Tensor
     last_hidden: Tensor
+
+    def padded(self) -> Tensor:
+        """ids as documents [D, T], padded on the right: under causal attention no real token sees the padding."""
+        return pad_sequence(list(self.ids.split(self.offsets.diff().tolist())), batch_first=True)
+
+    def packed(self, states: Tensor) -> Tensor:
+        """States of `padded` [D, T, H] end to end, [N, H]."""
+        lengths = self.offsets.diff().tolist()
+        return torch.cat([document[:length] for document, length in zip(states, lengths, strict=True)])
 
     def to(self, device: object) -> Batch:
         """The same batch on another device."""

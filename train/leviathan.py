@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from data.batch import Batch
 from spec_decode.drafters.leviathan import LeviathanDraft
@@ -30,10 +29,7 @@ class LeviathanModule(DraftModule):
     draft: LeviathanDraft
 
     def unroll(self, batch: Batch, rows: Tensor) -> Tensor:
-        lengths = batch.offsets.diff().tolist()
-        # Padded on the right: under causal attention no real token sees the padding.
-        padded = self.draft(pad_sequence(list(batch.ids.split(lengths)), batch_first=True))
-        states = torch.cat([document[:length] for document, length in zip(padded, lengths, strict=True)])
+        states = batch.packed(self.draft(batch.padded()))
         # A row whose token would lie beyond its document gets some other state: nothing reads it.
         ahead = torch.arange(1, self.steps + 1, device=rows.device)[:, None]
         return states[(rows + ahead).clamp(max=len(states) - 1)]

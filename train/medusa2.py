@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from data.batch import Batch
@@ -29,6 +28,8 @@ from train.module import Unrolled
 
 class Medusa2Module(MedusaModule):
     """medusa_weight: share of the heads' loss; lora_rank, lora_lr: of the adapters on all linear layers."""
+
+    target: HFTarget
 
     def __init__(
         self,
@@ -48,7 +49,10 @@ class Medusa2Module(MedusaModule):
         self.adapters = nn.ParameterList(trained)
 
     def _unrolled(self, batch: Batch) -> Unrolled:
-        return super()._unrolled(dataclasses.replace(batch, last_hidden=self._target_states(batch)))
+        """With the tuned target's states in place of stored ones."""
+        return super()._unrolled(
+            dataclasses.replace(batch, last_hidden=batch.packed(self.target.states(batch.padded())))
+        )
 
     def _loss(self, unrolled: Unrolled) -> tuple[Tensor, Tensor]:
         heads, steps = super()._loss(unrolled)
@@ -63,16 +67,6 @@ class Medusa2Module(MedusaModule):
             unrolled.tokens,
         )
         return language + self.medusa_weight * heads, steps
-
-    def _target_states(self, batch: Batch) -> Tensor:
-        """The tuned target's states after its final norm, [N, H]."""
-        lengths = batch.offsets.diff().tolist()
-        # Padded on the right: under causal attention no real token sees the padding.
-        ids = pad_sequence(list(batch.ids.split(lengths)), batch_first=True)
-        model: Any = self.target.model  # type: ignore[attr-defined]
-        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        rows = [hidden[document, :length] for document, length in enumerate(lengths)]
-        return torch.cat(rows)
 
     def configure_optimizers(self) -> Any:
         return self._configure(extra=[{"params": list(self.adapters), "lr": self.lora_lr}])
