@@ -45,11 +45,19 @@ def encode_chat(
         start = common_prefix(before, after)
         mask += [False] * (start - len(mask)) + [True] * (len(after) - start)
         ids = after
-    if not ends and tokenizer.eos_token_id in ids:
-        mask = mask[: len(ids) - 1 - ids[::-1].index(tokenizer.eos_token_id)]
+        if not ends and index == len(messages) - 1:
+            mask = mask[: len(ids) - _behind_answer(tokenizer, messages, ids)]
     mask = mask[:max_length]
     length = len(mask) - mask[::-1].index(True) if True in mask else 0
     return ids[:length], mask[:length]
+
+
+def _behind_answer(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], ids: list[int]) -> int:
+    """Number of tokens that the template puts behind the last answer: those that it puts behind any other, too."""
+    others = (
+        render(tokenizer, [*messages[:-1], Message("assistant", text)], generation_prompt=False) for text in ("a", "1")
+    )
+    return min(common_prefix(ids[::-1], other[::-1]) for other in others)
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:

@@ -2,8 +2,9 @@
 
 System and user turns of every chat are kept; the target answers turn after turn, on its own earlier answers. The
 output grows by whole lines, one chat each, in the order in which they end; `row` says which chat of the source it is,
-so a run that was killed goes on where it stopped. A chat ends at an answer that the limits cut: it is marked
-`"finished": false`, and training doesn't take its end for an end of turn.
+so a run that was killed goes on where it stopped. The end of a run puts the lines in the source's order. A chat ends
+at an answer that the limits cut: it is marked `"finished": false`, and training doesn't take its end for an end of
+turn. It ends before an answer without text.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -26,11 +27,13 @@ from data.messages import Message, UnusableRow
 from data.prepare import Row, usable_rows
 from data.readers import ReadReport
 from data.sources import Source
-from spec_decode.errors import DraftwrightError
+from spec_decode.checkpoint import write_atomically
+from spec_decode.errors import DraftwrightError, first_line
 from spec_decode.generate import Request, generate
 from spec_decode.sampling import Sampling
 from spec_decode.target_hf import HFTarget, TargetSource
 
+_BEGIN = b'{"row": '  # of every line
 WINDOW = 16  # chats for each slot that are sorted by length together, so that neighbours in the cache are alike
 
 
@@ -50,6 +53,9 @@ class RegenerateSettings:
     top_k: Natural
     top_p: Annotated[float, Between(0, 1)]
     seed: Seed
+
+    def __post_init__(self) -> None:
+        _ = self.sampling  # refuses what can't be sampled from
 
     @property
     def sampling(self) -> Sampling:
@@ -80,10 +86,16 @@ def regenerate(
 ) -> int:
     """Write what is missing of settings.output; returns the number of answer tokens written now.
 
-    Raises DraftwrightError when the source is missing or empty, or the file can't be written or is another's.
+    Raises DraftwrightError when the source is missing or holds no chat, when max_length exceeds the target's
+    positions, or when the file can't be written or is another's.
     """
+    if settings.max_length > target.spec.max_positions:
+        raise DraftwrightError(
+            f"max_length={settings.max_length} exceeds the {target.spec.max_positions} positions of target "
+            f"'{target.spec.name}': use max_length={target.spec.max_positions} or less"
+        )
+    rows = islice(_some(usable_rows(settings.dataset, report), settings.dataset, report), settings.limit)
     done = read_done(settings.output)
-    rows = islice(usable_rows(settings.dataset, report), settings.limit)
     total = settings.limit
     tokens = 0
     try:
@@ -97,6 +109,7 @@ def regenerate(
                 if dialogue is not None:
                     _write(file, *dialogue)
                     report.kept += 1
+        _sort(settings.output)
     except OSError as error:
         raise DraftwrightError(
             f"could not write to {settings.output} ({error}): free space, or choose another output=FILE; what it holds "
@@ -105,28 +118,66 @@ def regenerate(
     return tokens
 
 
+def _some(rows: Iterator[Row], source: Source, report: ReadReport) -> Iterator[Row]:
+    """The same rows; raises DraftwrightError at once if there are none."""
+    first = next(rows, None)
+    if first is None:
+        raise DraftwrightError(
+            f"{source.place()} holds no usable conversation ({report.reasons() or 'no rows'}): pass rows with "
+            "`messages` or `conversations` that hold an answered user turn"
+        )
+    return chain([first], rows)
+
+
 def read_done(path: Path) -> set[int]:
     """The rows that a file holds already; a last line that a kill has cut is removed.
 
-    Raises DraftwrightError for a file that `regenerate` didn't write.
+    Raises DraftwrightError for a file that `regenerate` didn't write, which stays as it is.
     """
     if not path.exists():
         return set()
+    done = set()
+    end = 0
     try:
         with path.open("rb+") as file:
-            done = set()
-            end = 0
             for line in file:
                 if not line.endswith(b"\n"):
+                    _check_torn(line)
+                    file.truncate(end)
                     break
-                done.add(int(json.loads(line)["row"]))
+                done.add(_row_of(line))
                 end += len(line)
-            file.truncate(end)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise DraftwrightError(f"{path} can't be continued ({error.strerror}): choose another output=FILE") from error
+    except (ValueError, KeyError, TypeError) as error:
         raise DraftwrightError(
-            f"{path} can't be continued, it isn't a file that regenerate wrote ({error}): choose another output=FILE"
+            f"{path} can't be continued, line {len(done) + 1} isn't one that regenerate wrote "
+            f"({first_line(error)}): choose another output=FILE"
         ) from error
     return done
+
+
+def _row_of(line: bytes) -> int:
+    """The row of a line of ours; any other one raises ValueError, KeyError or TypeError."""
+    content = json.loads(line)
+    if type(content["row"]) is not int or type(content["finished"]) is not bool or not content["messages"]:
+        raise ValueError("row, finished or messages has a wrong value")
+    return content["row"]
+
+
+def _check_torn(line: bytes) -> None:
+    """Raise ValueError unless the line without an end begins like ours."""
+    if line[: len(_BEGIN)] != _BEGIN[: len(line)]:
+        raise ValueError("it has no end")
+
+
+def _sort(path: Path) -> None:
+    """Put the lines in the source's order: which chats are held out, or trained on first, may depend on it."""
+    with path.open("rb") as file:
+        lines = [(_row_of(line), line) for line in file]
+    ordered = sorted(lines)
+    if ordered != lines:
+        write_atomically(path, lambda new: new.write_bytes(b"".join(line for _, line in ordered)))
 
 
 def _answered(
@@ -151,8 +202,8 @@ def _answered(
         return Request(dialogue.row.number, torch.tensor(prompt), seed)
 
     def take() -> Request | None:
-        if not waiting:
-            for row in islice(fresh, WINDOW * settings.slots):
+        while not waiting and (window := list(islice(fresh, WINDOW * settings.slots))):
+            for row in window:
                 dialogue = _Dialogue(row, _first_turns(row.messages, settings.turns), [])
                 dialogue.ask()
                 try:
@@ -185,16 +236,29 @@ def _answered(
         sampling=settings.sampling,
     )
     for answer in answers:
-        dialogue = dialogues[answer.key]
-        text = str(tokenizer.decode(answer.tokens, skip_special_tokens=True))
-        dialogue.messages.append(Message("assistant", text))
-        if answer.finished and next_turn(dialogue):
-            yield None, len(answer.tokens)
-            continue
+        dialogue, text = dialogues[answer.key], _text(tokenizer, answer)
+        if text:
+            dialogue.messages.append(Message("assistant", text))
+            if answer.finished and next_turn(dialogue):
+                yield None, len(answer.tokens)
+                continue
         del dialogues[answer.key]
-        while dialogue.messages[-1].role != "assistant":
+        while dialogue.messages and dialogue.messages[-1].role != "assistant":
             dialogue.messages.pop()
-        yield (dialogue, answer.finished), len(answer.tokens)
+        if dialogue.messages:
+            yield (dialogue, answer.finished or not text), len(answer.tokens)
+        else:
+            report.drop("answer without text")
+            yield None, len(answer.tokens)
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, answer: Request) -> str:
+    """What the target wrote, without its end of turn and without a last character that a limit cut; empty for blanks
+    alone."""
+    tokens = answer.tokens[:-1] if answer.finished else answer.tokens
+    text = str(tokenizer.decode(tokens, skip_special_tokens=True))
+    text = text if answer.finished else text.rstrip("\ufffd")
+    return text if text.strip() else ""
 
 
 def _first_turns(messages: list[Message], turns: int | None) -> deque[Message]:
@@ -205,7 +269,7 @@ def _first_turns(messages: list[Message], turns: int | None) -> deque[Message]:
 
 
 def _write(file: TextIO, dialogue: _Dialogue, finished: bool) -> None:
-    line: dict[str, Any] = {"row": dialogue.row.number, "finished": finished}
+    line: dict[str, Any] = {"row": dialogue.row.number, "finished": finished}  # as _BEGIN has it
     if dialogue.row.id is not None:
         line["id"] = dialogue.row.id
     line["messages"] = [{"role": message.role, "content": message.content} for message in dialogue.messages]

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from spec_decode.checkpoint import open_draft, save_draft
 from spec_decode.drafter import VocabularyDrafter, check_sizes
-from spec_decode.errors import DraftwrightError
+from spec_decode.errors import DraftwrightError, check_positive, check_type
 from spec_decode.growth import LevelMask, grow
 from spec_decode.layers import GatedMLP, Rope, attend
 from spec_decode.sampling import GREEDY, Sampling
@@ -48,7 +48,19 @@ class FeatureDraftConfig:
     tokenizer: str = ""
 
     def __post_init__(self) -> None:
+        sizes = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
+        check_positive(**{name: getattr(self, name) for name in (*sizes, "draft_vocab_size", "max_positions")})
+        check_type("rms_norm_eps", self.rms_norm_eps, int | float, "a number")
+        check_type("rope_parameters", self.rope_parameters, dict, "a dict")
         Rope(self.rope_parameters, self.head_dim)  # refuses what drafts can't compute
+        if self.rms_norm_eps <= 0:
+            raise DraftwrightError(f"rms_norm_eps must be above 0, got {self.rms_norm_eps}")
+        if self.num_heads % self.num_kv_heads:
+            raise DraftwrightError(
+                f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}, which share keys"
+            )
+        if self.head_dim % 2:
+            raise DraftwrightError(f"head_dim {self.head_dim} is odd, but rotary positions turn pairs")
         if self.draft_vocab_size > self.vocab_size:
             raise DraftwrightError(
                 f"draft_vocab_size {self.draft_vocab_size} exceeds the target's vocabulary of {self.vocab_size} tokens"

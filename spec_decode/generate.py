@@ -19,7 +19,7 @@ from spec_decode.errors import DraftwrightError
 from spec_decode.sampling import Sampling, probabilities
 from spec_decode.target import Target
 
-PREFILL_TOKENS = 2_048  # in one pass, padding included
+PREFILL_TOKENS = 2_048  # in one pass, padding included; a longer prompt runs alone
 REFILL = 8  # prompts are prefilled once this share (1/REFILL) of the slots is free
 
 
@@ -54,6 +54,7 @@ def generate(
     """
     cache = SlotCache(slots, room)
     running: dict[int, Request] = {}
+    held: list[Request] = []
     stop = frozenset(target.spec.eos_token_ids)
 
     def ended(request: Request, token: int) -> bool:
@@ -66,7 +67,7 @@ def generate(
     while True:
         free = [slot for slot in range(slots) if slot not in running]
         while not exhausted and (not running or len(free) * REFILL >= slots) and free:
-            batch = _take(take, len(free), room)
+            batch = _take(take, held, len(free), room)
             exhausted = not batch
             if batch:
                 tokens = _prefill(target, cache, free[: len(batch)], batch, sampling)
@@ -88,18 +89,22 @@ def generate(
         exhausted = False  # an answer may have brought a new request
 
 
-def _take(take: Callable[[], Request | None], count: int, room: int) -> list[Request]:
-    """Requests for one prefill."""
+def _take(take: Callable[[], Request | None], held: list[Request], count: int, room: int) -> list[Request]:
+    """At most `count` requests for one prefill, at least one if there are any; one that is too long for the others
+    is held back for the next."""
     batch: list[Request] = []
     longest = 0
-    while len(batch) < count and (len(batch) + 1) * longest <= PREFILL_TOKENS and (request := take()) is not None:
+    while len(batch) < count and (request := held.pop() if held else take()) is not None:
         if request.prompt.numel() >= room:
             raise DraftwrightError(
                 f"a prompt of {request.prompt.numel()} tokens leaves no room in {room} for an answer"
             )
+        longest = max(longest, request.prompt.numel())
+        if batch and (len(batch) + 1) * longest > PREFILL_TOKENS:
+            held.append(request)
+            break
         request.generator = torch.Generator().manual_seed(request.seed)
         batch.append(request)
-        longest = max(longest, request.prompt.numel())
     return batch
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from spec_decode import generate as generation
 from spec_decode.decode import plain_decode
 from spec_decode.errors import DraftwrightError
 from spec_decode.generate import Request, generate
@@ -48,9 +49,7 @@ def test_every_answer_is_that_of_plain_decoding(target, slots):
 def test_sampled_answers_do_not_depend_on_their_neighbours(target):
     prompts = make_prompts(6)
     sampling = Sampling(temperature=1.0, top_k=9, top_p=0.9)
-    alone = {
-        key: answer(target, [prompt] * (key + 1), 1, sampling)[key].tokens for key, prompt in enumerate(prompts)
-    }
+    alone = {key: answer(target, [prompt] * (key + 1), 1, sampling)[key].tokens for key, prompt in enumerate(prompts)}
     together = answer(target, prompts, 4, sampling)
     assert {key: one.tokens for key, one in together.items()} == alone
     assert len({tuple(tokens) for tokens in alone.values()}) > 1
@@ -74,3 +73,45 @@ def test_a_target_that_ends_its_turn_finishes(target):
 def test_a_prompt_without_room_is_refused(target):
     with pytest.raises(DraftwrightError, match="a prompt of 40 tokens leaves no room in 40 for an answer"):
         answer(target, [[9] * 40], 2, room=40)
+
+
+def test_no_prefill_is_larger_than_allowed(target, monkeypatch):
+    """A long prompt behind short ones waits for a pass of its own."""
+    monkeypatch.setattr(generation, "PREFILL_TOKENS", 24)
+    prompts = [[9, 10]] * 5 + [[11] * 30] + [[12] * 3] * 9 + [[13] * 20, [14] * 20]
+    sizes, prefill = [], generation._prefill
+
+    def watched(target, cache, slots, batch, sampling):
+        sizes.append([request.prompt.numel() for request in batch])
+        return prefill(target, cache, slots, batch, sampling)
+
+    monkeypatch.setattr(generation, "_prefill", watched)
+    found = answer(target, prompts, slots=16)
+    assert sizes == [[2] * 5, [30], [3] * 8, [3], [20], [20]]
+    for key, prompt in enumerate(prompts):
+        assert found[key].tokens == plain_decode(target, prompt, max_new_tokens=min(12, 40 - len(prompt))).tokens
+
+
+def test_a_slot_without_a_request_takes_no_room(target):
+    """Slots stay empty for more passes than there is room, while requests come one after the other."""
+    prompts = make_prompts(7)
+    waiting = [Request(key, torch.tensor(prompt), seed=0) for key, prompt in enumerate(prompts)]
+    asked: list[int] = []
+    found: list[Request] = []
+
+    def take():
+        if waiting and len(asked) <= len(found) + 1:  # two at first
+            asked.append(waiting[0].key)
+            return waiting.pop(0)
+        return None
+
+    for one in generate(target, take, slots=3, room=20, max_new_tokens=8, sampling=GREEDY):
+        found.append(one)
+        assert one.tokens == plain_decode(target, prompts[one.key], max_new_tokens=len(one.tokens)).tokens
+    assert sorted(one.key for one in found) == list(range(7))
+    assert sum(len(one.tokens) for one in found) > 40
+
+
+def test_a_slot_whose_answer_ended_with_the_prefill_takes_no_room(target):
+    found = answer(target, [[9] * 19, [9, 10]], 2, room=20)
+    assert [len(found[key].tokens) for key in (0, 1)] == [1, 12]

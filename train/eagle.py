@@ -3,8 +3,7 @@
     loss = regression * SmoothL1(f^_{t+1}, f_{t+1}) + the loss on tokens           (EAGLE, arXiv:2401.15077, eq. 3)
 
 EAGLE-1 runs one step on the target's states, with noise on them; HASS (arXiv:2408.15766) runs several on the draft's
-own, which is training-time test. HASS's code runs a backward pass a step, so no gradient flows from one step into
-the one before; here it does.
+own, which is training-time test; as in its code no gradient flows from one step into the state that it starts from.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from conf.check import NonNegative
 from data.batch import Batch
 from spec_decode.feature_drafter import FeatureDrafter
 from train.module import DraftModule, Unrolled
@@ -28,7 +28,15 @@ class EagleModule(DraftModule):
 
     draft: FeatureDrafter
 
-    def __init__(self, draft: FeatureDrafter, target: Any, *, regression: float, noise: float, **options: Any) -> None:
+    def __init__(
+        self,
+        draft: FeatureDrafter,
+        target: Any,
+        *,
+        regression: NonNegative,
+        noise: NonNegative,
+        **options: Any,
+    ) -> None:
         super().__init__(draft, target, **options)
         self.regression, self.noise = regression, noise
 
@@ -38,7 +46,7 @@ class EagleModule(DraftModule):
             lengths = batch.offsets.diff().repeat_interleave(batch.offsets.diff())
             width = self.noise * NOISE_LENGTH / lengths[:, None]
             states = states + (torch.rand_like(states) - 0.5) * width
-        return training_time_test(self.draft, self.target, batch, states, rows, self.steps)
+        return training_time_test(self.draft, self.target, batch, states, rows, self.steps, detach=True)
 
     def _loss(self, unrolled: Unrolled) -> tuple[Tensor, Tensor]:
         loss, steps = super()._loss(unrolled)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from data.batch import Batch
 from spec_decode.drafters.hydra import HydraDraft
-from train.module import DraftModule
+from train.module import DraftModule, check_heads
 
 
 class HydraModule(DraftModule):
     """`steps` is the number of heads."""
 
     draft: HydraDraft
+
+    def __init__(self, draft: HydraDraft, target: Any, **options: Any) -> None:
+        check_heads(draft.config.num_heads, options["steps"])
+        super().__init__(draft, target, **options)
 
     def unroll(self, batch: Batch, rows: Tensor) -> Tensor:
         inputs = batch.last_hidden[rows].to(self.draft.heads()[0].dtype)

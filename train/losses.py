@@ -5,6 +5,7 @@ p is the target's distribution, q the draft's. Every loss maps (logits [..., V] 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -97,14 +98,22 @@ def acceptance(logits: Tensor, p: Tensor) -> Tensor:
 def build_loss(wanted: Loss | str | Mapping[str, float]) -> Loss:
     """A loss by its name, or the sum of several: {"soft_cross_entropy": 0.1, "top_k_cross_entropy": 1.0}.
 
-    Raises DraftwrightError for a name that isn't in LOSSES.
+    Raises DraftwrightError for a name that isn't in LOSSES and for a weight that isn't a number of at least 0.
     """
     if callable(wanted):
         return wanted
-    shares = {wanted: 1.0} if isinstance(wanted, str) else dict(wanted)
-    for name in shares:
+    shares = {wanted: 1.0} if isinstance(wanted, str) else wanted
+    if not isinstance(shares, Mapping) or not shares:
+        raise DraftwrightError(
+            f"module.loss={wanted} is not possible: it must be the name of a loss, or names with the weight of each"
+        )
+    for name, share in shares.items():
         if name not in LOSSES:
             raise DraftwrightError(f"module.loss={name} is unknown; choose from {', '.join(LOSSES)}")
+        if type(share) not in (int, float) or not 0 <= share < math.inf:
+            raise DraftwrightError(
+                f"module.loss.{name}={share} is not possible: a weight must be a number of at least 0"
+            )
     if len(shares) == 1:
         name, share = next(iter(shares.items()))
         if share == 1:

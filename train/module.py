@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -46,6 +46,14 @@ def is_logged(trainer: Trainer, step: int) -> bool:
     return every > 0 and (step + 1) % every == 0
 
 
+def check_heads(heads: int, steps: int) -> None:
+    """Raise DraftwrightError unless there is a step for each of a draft's heads."""
+    if heads != steps:
+        raise DraftwrightError(
+            f"module.steps={steps} but the draft has {heads} heads: leave module.steps out and set draft.num_heads"
+        )
+
+
 class DraftModule(LightningModule):
     """Trains `draft` against a frozen target.
 
@@ -62,7 +70,7 @@ class DraftModule(LightningModule):
         steps: int,
         decay: float,
         loss: Loss | str | Mapping[str, float],
-        labels: str = "target",
+        labels: Literal["target", "data"] = "target",
         lr: float,
         optimizer: OptimizerFactory,
         schedule: ScheduleFactory,

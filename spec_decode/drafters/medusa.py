@@ -44,6 +44,8 @@ class MedusaConfig:
         check_positive(hidden_size=self.hidden_size, vocab_size=self.vocab_size, num_heads=self.num_heads)
         check_type("num_layers", self.num_layers, int, "an int")
         check_type("draft_vocab_size", self.draft_vocab_size, int, "an int")
+        if self.num_layers < 0:
+            raise DraftwrightError(f"num_layers must be at least 0, got {self.num_layers}")
         if not 0 <= self.draft_vocab_size <= self.vocab_size:
             raise DraftwrightError(
                 f"draft_vocab_size {self.draft_vocab_size} exceeds the target's vocabulary of {self.vocab_size} tokens"
