@@ -39,24 +39,36 @@ def make_blocks(rows: Tensor, offsets: Tensor) -> list[Block]:
 
 
 def unrolled_attention(
-    q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v: Tensor, rows: Tensor, blocks: list[Block]
+    q: Tensor,
+    k0: Tensor,
+    v0: Tensor,
+    own_k: Tensor,
+    own_v: Tensor,
+    rows: Tensor,
+    blocks: list[Block],
+    own_visible: Tensor | None = None,
 ) -> Tensor:
     """q [R, heads, d] of the selected rows; k0, v0 [N, kv_heads, d] of all rows at step 0; own_k, own_v
-    [i, R, kv_heads, d] of the selected rows at steps 1 to i -> [R, heads * d]."""
+    [i, R, kv_heads, d] of the selected rows at steps 1 to i -> [R, heads * d].
+
+    own_visible: bool [R, i], which of its own columns a row sees; None for all."""
     outputs = []
     for block in blocks:
         queries = slice(block.first, block.last)
         keys = slice(block.start, block.stop)
         causal = rows[queries, None] >= torch.arange(block.start, block.stop, device=rows.device)
-        parts = (q[queries], k0[keys], v0[keys], own_k[:, queries], own_v[:, queries], causal)
+        own = None if own_visible is None else own_visible[queries]
+        parts = (q[queries], k0[keys], v0[keys], own_k[:, queries], own_v[:, queries], causal, own)
         if torch.is_grad_enabled() and causal.numel() * q.shape[1] > RECOMPUTE_SCORES:
             outputs.append(checkpoint(_attend, *parts, use_reentrant=False))
         else:
             outputs.append(_attend(*parts))
-    return torch.cat(outputs)
+    return torch.cat(outputs) if outputs else q.flatten(1)
 
 
-def _attend(q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v: Tensor, causal: Tensor) -> Tensor:
+def _attend(
+    q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v: Tensor, causal: Tensor, own_visible: Tensor | None
+) -> Tensor:
     rows, heads, size = q.shape
     kv_heads, keys = k0.shape[1], k0.shape[0]
     groups = heads // kv_heads
@@ -65,6 +77,8 @@ def _attend(q: Tensor, k0: Tensor, v0: Tensor, own_k: Tensor, own_v: Tensor, cau
     shared = grouped.reshape(kv_heads, groups * rows, size) @ k0.permute(1, 2, 0)
     shared = shared.view(kv_heads, groups, rows, keys).masked_fill(~causal, float("-inf"))
     own = torch.einsum("kgmd,imkd->kgmi", grouped, own_k)
+    if own_visible is not None:
+        own = own.masked_fill(~own_visible, float("-inf"))
     precise = torch.promote_types(q.dtype, torch.float32)
     share = torch.cat((shared, own), dim=-1).softmax(dim=-1, dtype=precise).to(q.dtype)
     out = share[..., :keys].reshape(kv_heads, groups * rows, keys) @ v0.permute(1, 0, 2)

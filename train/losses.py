@@ -143,8 +143,9 @@ def chunked_head_loss(
 
     states [K, S, H], the draft's states of K unrolled steps, all of which predict the same S tokens; heads: the
     unembedding [V, H] of each step, or one for all; weights [K, S]; target_states [S, H'] and target_weight [V, H']
-    frozen; labels [S]: draft ids that take all probability instead of the target's distribution. Logits exist for
-    CHUNK_ROWS rows at a time and their gradients for GROUP_ROWS, in the forward pass.
+    frozen; labels [S]: draft ids that take all probability instead of the target's distribution. Where steps predict
+    other tokens, target_states are [K, S, H'] and labels [K, S]. Logits exist for CHUNK_ROWS rows at a time and their
+    gradients for GROUP_ROWS, in the forward pass.
     Returns (weighted sum, unweighted sums over s where weights > 0 as [K]); only the former has a gradient.
     """
     learns = torch.is_grad_enabled()  # always off inside forward
@@ -173,7 +174,9 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         # From here on [S, K, ...], so that chunks are contiguous, and cast once, not for each chunk as autocast would.
         states, weights = states.transpose(0, 1).to(compute).contiguous(), weights.T
         own = [head.to(compute) for head in heads]
-        target_weight, target_states = target_weight.to(compute), target_states.to(compute)
+        target_weight = target_weight.to(compute)
+        target_states = _by_row(target_states.to(compute), 3, len(steps))
+        labels = None if labels is None else _by_row(labels, 2, len(steps))
         # One head takes all steps in one product; several take one step each.
         spans = [slice(None)] if len(own) == 1 else [slice(step, step + 1) for step in range(len(own))]
         size, chunk_size = (max(1, rows // states.shape[1]) for rows in (GROUP_ROWS, CHUNK_ROWS))
@@ -184,13 +187,13 @@ class _ChunkedHeadLoss(torch.autograd.Function):
                 chunk = slice(start, start + chunk_size)
                 rows = slice(first + start, first + start + len(group[chunk]))
                 if labels is None:
-                    p = _precise(target_states[rows] @ target_weight.T).softmax(dim=-1)
+                    p = _precise(_product(target_states[rows], target_weight.T)).softmax(dim=-1)
                 else:
                     p = F.one_hot(labels[rows], len(target_weight)).to(torch.float32)
                 parts = [_product(states[rows, span], head.T) for span, head in zip(spans, own, strict=True)]
                 logits = _precise(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).requires_grad_(learns)
                 with torch.set_grad_enabled(learns):
-                    values = loss(logits, p[:, None])
+                    values = loss(logits, p)
                     weighted = (values * weights[rows]).sum()
                 total += weighted.detach()
                 steps += (values.detach() * (weights[rows] > 0)).sum(dim=0)
@@ -213,6 +216,11 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         grad_states, *grad_heads = ctx.saved_tensors
         scaled = [None if grad_head is None else grad_head * grad_total for grad_head in grad_heads]
         return grad_states * grad_total, None, None, None, None, None, None, *scaled
+
+
+def _by_row(tensor: Tensor, dims: int, steps: int) -> Tensor:
+    """[S, ...], the same for all steps, or [K, S, ...], for `steps` of the K -> [S, 1 or steps, ...]."""
+    return tensor[:, None] if tensor.dim() < dims else tensor[:steps].transpose(0, 1)
 
 
 def _product(rows: Tensor, matrix: Tensor) -> Tensor:

@@ -48,14 +48,16 @@ class UnrollMetrics(Metric):
         alignment: Alignment,
         loss: Loss,
     ) -> None:
-        """states [K, S, H] of the draft and heads [V_draft, H], one for each step or one for all; target_states [S, H']
-        and head_weight [V, H']; vocabulary [V_draft]: target id of every draft id."""
+        """states [K, S, H] of the draft and heads [V_draft, H], one for each step or one for all; target_states
+        [S, H'], or [K, S, H'] where steps predict other tokens, and head_weight [V, H']; vocabulary [V_draft]: target
+        id of every draft id."""
         right = torch.zeros_like(alignment.valid)
-        for start in range(0, target_states.shape[0], CHUNK_ROWS):
-            rows = slice(start, start + CHUNK_ROWS)
+        size = max(1, CHUNK_ROWS // (self.steps if target_states.dim() == 3 else 1))
+        for start in range(0, states.shape[1], size):
+            rows = slice(start, start + size)
             valid = alignment.valid[:, rows]
-            full = (target_states[rows] @ head_weight.T).float()
-            restricted = full[:, vocabulary]
+            full = (target_states[..., rows, :] @ head_weight.T).float()
+            restricted = full[..., vocabulary]
             logits = _logits(states[:, rows], heads).float()
             p = (restricted - full.logsumexp(dim=-1, keepdim=True)).exp()
             right[:, rows] = (vocabulary[logits.argmax(-1)] == full.argmax(-1)) & valid
