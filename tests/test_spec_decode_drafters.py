@@ -25,11 +25,10 @@ from spec_decode.feature_drafter import FeatureDrafter
 from spec_decode.toy import MultiLayerCausalLM
 from spec_decode.tree import DynamicTree, SparseTree, StaticTree, TreePlan
 
-VOCAB, CONTEXT, NEW = 32, 48, 14
+VOCAB, CONTEXT, NEW = 32, 48, 10
 IDS = torch.arange(1, VOCAB, 2)[:14]  # the draft vocabulary: odd tokens up to 27
 PROMPTS = [[5, 17, 3, 2, 28, 9], [3], [9] * (CONTEXT - 4), [7] * CONTEXT, list(range(20))]
 PLANS = [
-    StaticTree((1, 1, 1)),
     StaticTree((3, 2, 2)),
     StaticTree((1,) * 7),  # deeper than Medusa and Hydra have heads
     SparseTree(((0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0))),
