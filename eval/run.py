@@ -129,6 +129,40 @@ def evaluate(
                 warm_up=not pairs,
                 advance=partial(bar.advance, task),
             )
+    return write_report(
+        target,
+        tokenizer,
+        draft,
+        benchmarks,
+        pairs,
+        tree=tree,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        seed=seed,
+        output_dir=output_dir,
+        draft_name=draft_name,
+        lossy=lossy,
+        training_seconds=training_seconds,
+    )
+
+
+def write_report(
+    target: HFTarget,
+    tokenizer: PreTrainedTokenizerBase,
+    draft: Drafter,
+    benchmarks: Mapping[str, Sequence[Sequence[Message]]],
+    pairs: Mapping[str, Sequence[Pair]],
+    *,
+    tree: TreePlan,
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int,
+    output_dir: str | Path,
+    draft_name: str,
+    lossy: LossyTypicalAcceptance | None = None,
+    training_seconds: float | None = None,
+) -> dict[str, Any]:
+    """What `evaluate` does once every prompt is decoded, pairs[benchmark][prompt]."""
     settings = {"max_new_tokens": max_new_tokens, "top_k": sampling.top_k, "top_p": sampling.top_p, "seed": seed}
     numbers = {name: _numbers(found, sampling) for name, found in pairs.items()}
     report = {
