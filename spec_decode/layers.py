@@ -26,6 +26,15 @@ class GatedMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+_ROPE_KEYS = {
+    "default": {"rope_theta"},
+    "linear": {"rope_theta", "factor"},
+    "llama3": {
+        "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+    },
+}  # fmt: skip
+
+
 class Rope:
     """Rotary position embedding (arXiv:2104.09864) with the target's parameters, angles in fp32.
 
@@ -36,6 +45,8 @@ class Rope:
         kind = parameters.get("rope_type", "default")
         if kind not in ("default", "linear", "llama3"):
             raise DraftwrightError(f"rope type '{kind}' is not supported by drafts; supported: default, linear, llama3")
+        if missing := sorted(_ROPE_KEYS[kind] - parameters.keys()):
+            raise DraftwrightError(f"rope_parameters of type '{kind}' lack the key '{missing[0]}'")
         self._key = (tuple(sorted(parameters.items())), head_dim)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:

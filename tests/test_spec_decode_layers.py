@@ -54,3 +54,10 @@ def test_attend_shares_keys_between_query_heads():
     torch.testing.assert_close(attend(q, k, v, visible), wanted.transpose(0, 1).flatten(1))
     everything = F.scaled_dot_product_attention(q.transpose(0, 1), keys, values)
     torch.testing.assert_close(attend(q, k, v), everything.transpose(0, 1).flatten(1))
+
+
+@pytest.mark.parametrize("key", sorted(LLAMA3.keys() - {"rope_type"}))
+def test_a_missing_parameter_is_named(key):
+    parameters = {name: value for name, value in LLAMA3.items() if name != key}
+    with pytest.raises(DraftwrightError, match=f"rope_parameters of type 'llama3' lack the key '{key}'"):
+        Rope(parameters, 16)
