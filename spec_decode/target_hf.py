@@ -206,6 +206,17 @@ def open_tokenizer(source: TargetSource) -> PreTrainedTokenizerBase:
         raise _not_loaded(location, error) from error
 
 
+def sketch_target(source: TargetSource) -> HFTarget:
+    """The target without its weights, to read sizes from; it can compute nothing. Raises as `open_target`."""
+    location = source.location
+    try:
+        with torch.device("meta"):
+            model = _untrained(AutoConfig.from_pretrained(location))
+    except Exception as error:  # as in `_load`
+        raise _not_loaded(location, error) from error
+    return HFTarget(model, source.name())
+
+
 def new_llama(**sizes: Any) -> HFTarget:
     """An untrained Llama in fp32 whose head is its embedding; sizes: fields of `LlamaConfig`."""
     return HFTarget(_untrained(LlamaConfig(**sizes, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None)))

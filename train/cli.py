@@ -1,4 +1,4 @@
-"""`python -m train +variant=NAME`: train a draft."""
+"""`python -m train +variant=NAME`: train a draft; `export` and `import`: to and from the files of servers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from conf import launch, no_variant
+from conf import Verb, launch, no_variant
 from spec_decode.errors import DraftwrightError
 from train.sweep import recorded
 
 
 def main() -> None:
     """Start the verb that the command line names."""
-    launch("train", {"fit": ("train", fit)}, sys.argv)
+    verbs: dict[str, Verb] = {"fit": ("train", fit), "export": ("export", export), "import": ("import", import_)}
+    launch("train", verbs, sys.argv)
 
 
 def fit(cfg: DictConfig) -> float | None:
@@ -32,6 +33,20 @@ def fit(cfg: DictConfig) -> float | None:
     with recorded(Path(cfg.output_dir), words):
         return _fit(cfg, words)
     return None  # it failed
+
+
+def export(cfg: DictConfig) -> None:
+    """Write a draft in a server's format."""
+    from train.publish import run_export  # transformers takes seconds to import; a typo shouldn't wait for it
+
+    run_export(cfg)
+
+
+def import_(cfg: DictConfig) -> None:
+    """Read a published draft."""
+    from train.importing import run_import  # as above
+
+    run_import(cfg)
 
 
 def _fit(cfg: DictConfig, words: list[str]) -> float | None:

@@ -32,6 +32,7 @@ from data.prepare import Prepared, prepare
 from data.vocabulary import DraftVocabulary, build_draft_vocabulary, structure_tokens
 from spec_decode.drafter import VocabularyDrafter
 from spec_decode.errors import DraftwrightError, first_line
+from spec_decode.formats import export_draft, find_layout
 from spec_decode.target_hf import HFTarget, TargetSource, open_target, tokenizer_fingerprint
 from spec_decode.tree import TreePlan
 from train.callbacks import KeepRandomState, LogProgress, StopOnSignal, TrainingTime, progress_bar
@@ -39,6 +40,7 @@ from train.checks import check_draft, check_fit, check_module, place, try_optimi
 from train.draft import build_draft
 from train.export import Card, write_readme
 from train.provenance import command_line, hyperparameters, provenance, write_record
+from train.publish import served, write_export
 from train.resume import (
     CONTENT,
     LAST,
@@ -51,6 +53,7 @@ from train.resume import (
     saved_settings,
 )
 from train.settings import TrainSettings
+from train.start import check_start, copy_weights, load_start, start_identity
 from train.wandb_report import report_to_wandb
 
 
@@ -74,6 +77,9 @@ def _train(settings: TrainSettings, config: dict[str, Any]) -> dict[str, Any]:
     tree = build_section(settings.tree, "tree")
     kind, options = _draft_kind(settings)
     check_draft(kind, options)
+    for name in settings.exports:
+        find_layout(kind, name)
+    start = load_start(settings.init_from, kind)
     module_factory = _module_factory(settings)
     source = place(settings.target, try_trainer(instantiate(settings.trainer, _convert_="all")))
     record = provenance(config)
@@ -82,10 +88,13 @@ def _train(settings: TrainSettings, config: dict[str, Any]) -> dict[str, Any]:
 
     target, tokenizer = open_target(source)
     check_fit(settings, kind, options, target.spec)
-    now = identity(settings, target)
+    check_start(settings, start, target.spec.vocab_size, tokenizer_fingerprint(tokenizer))
+    now = identity(settings, target) | start_identity(start)
     if checkpoint:
         refuse_changes(checkpoint, then, now | {CONTENT: then.get(CONTENT)})  # the rest, before the data are read
     prepared, vocabulary = _prepare(settings, target, tokenizer)
+    if start is not None:
+        vocabulary = DraftVocabulary(start.vocabulary(), target.spec.vocab_size)
     now |= data_identity(prepared.train, vocabulary.ids)
     if checkpoint:
         refuse_changes(checkpoint, then, now)
@@ -97,6 +106,9 @@ def _train(settings: TrainSettings, config: dict[str, Any]) -> dict[str, Any]:
     # What ran before may have drawn random numbers, on a first run other ones than later.
     seed_everything(settings.seed, verbose=False)
     draft = build_draft(kind, target, vocabulary.ids, tokenizer_fingerprint(tokenizer), **options)
+    copy_weights(settings.init_from, start, draft)
+    for name in settings.exports:
+        export_draft(draft, name, served(source, target))  # says now what a format can't hold
     datamodule = _datamodule(settings, target, prepared, draft.taps)
     module = module_factory(draft=draft, target=target)
     clock = TrainingTime()
@@ -115,6 +127,8 @@ def _train(settings: TrainSettings, config: dict[str, Any]) -> dict[str, Any]:
     if isinstance(logger, WandbLogger):
         parameters = sum(parameter.numel() for parameter in draft.parameters())
         report_to_wandb(logger.experiment, settings.variant.name, folder, parameters, report or {})
+    for name in settings.exports:
+        write_export(folder / "draft", name, served(source, target), folder / "export" / name)
     return {"metrics": metrics, "eval": report, "draft": str(folder / "draft")}
 
 

@@ -11,6 +11,8 @@ from data.sources import Source
 from spec_decode.errors import DraftwrightError
 from spec_decode.target_hf import TargetSource
 
+Format = Literal["vllm", "sglang", "speculators", "safeailab", "medusa"]  # those of spec_decode/formats
+
 # Ranges in sections whose remaining keys belong to the class that the section names.
 _RANGES: dict[tuple[str, str], Any] = {
     ("module", "steps"): Positive,
@@ -71,6 +73,8 @@ class TrainSettings:
     output_dir: Path
     checkpoint_minutes: NonNegative
     ckpt_path: Path | None
+    init_from: Path | None
+    export: Format | tuple[Format, ...] | None
 
     def __post_init__(self) -> None:
         for (section, key), hint in _RANGES.items():
@@ -81,3 +85,9 @@ class TrainSettings:
                     f"trainer.{key} is set by Draftwright: use epochs, max_steps, tokens_per_batch, output_dir, "
                     "heldout_tokens or logger"
                 )
+
+    @property
+    def exports(self) -> tuple[Format, ...]:
+        if self.export is None:
+            return ()
+        return self.export if isinstance(self.export, tuple) else (self.export,)
