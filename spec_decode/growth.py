@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -64,13 +65,16 @@ def grow(
     *,
     sampling: Sampling = GREEDY,
     generator: torch.Generator | None = None,
+    expands: Callable[[list[int]], list[bool]] | None = None,
 ) -> Tree:
     """The tree below the token `root`, whose children have the log-probabilities root_logp [V_draft].
 
     step(tokens [M], parent_rows [M]) runs the draft over M nodes of one level and returns log-probabilities
     [M, V_draft], or [1, V_draft] where they are the same for all; tokens are target ids, parent_rows index all rows
     run so far, -1 for children of the root. It is called at most depth - 1 times. vocabulary: None when draft ids are
-    target ids. sampling: what drawn siblings are drawn with, the target's own. The tree lies on the CPU.
+    target ids. sampling: what drawn siblings are drawn with, the target's own. expands: which nodes of a level, given
+    as target ids before the step that would run them, get children at all; None for all to which the plan gives some.
+    It sees nothing of those children, which keeps the output exact. The tree lies on the CPU.
     """
     drawn = plan.siblings != "top_k" and not sampling.greedy
     choose = partial(_draw, rule=plan.siblings, sampling=sampling, generator=generator) if drawn else _top_k
@@ -98,6 +102,8 @@ def grow(
         else:
             kept.update(generated)
             level = [node for node in generated if plan.width(ranks[node])]
+        if expands is not None and depth < plan.depth and level:
+            level = list(compress(level, expands([tokens[node] for node in level])))
         if depth == plan.depth or not level:
             break
         parent_rows = [row[parent[node]] for node in level]

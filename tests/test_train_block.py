@@ -14,10 +14,12 @@ from torch.nn import functional as F
 from data.batch import Batch, Sequences
 from data.features import OnlineFeatures
 from spec_decode.drafters.block import BlockConfig, BlockDraft
+from spec_decode.drafters.dspark import DSparkConfig, DSparkDraft
 from spec_decode.errors import DraftwrightError
 from spec_decode.toy import MultiLayerCausalLM
 from spec_decode.tree import chain
 from train.block import BlockModule, draw_blocks
+from train.dspark import DSparkModule
 from train.losses import chunked_head_loss, kl
 from train.metrics import UnrollMetrics
 
@@ -28,6 +30,7 @@ VARIANTS: dict[str, tuple[type[BlockModule], type[BlockDraft], type[BlockConfig]
     "dflash": (BlockModule, BlockDraft, BlockConfig, {}, {}),
     "causal": (BlockModule, BlockDraft, BlockConfig, {"causal": True, "mask_token": 4}, {}),
     "shifted": (BlockModule, BlockDraft, BlockConfig, {"shifted": True}, {}),
+    "dspark": (DSparkModule, DSparkDraft, DSparkConfig, {"markov_rank": 8}, {}),
 }
 
 every_variant = pytest.mark.parametrize("name", VARIANTS)
@@ -237,6 +240,42 @@ def test_the_loss_by_hand(name: str, labels: str, target: MultiLayerCausalLM, so
             wanted.append(torch.stack(values).mean())
     torch.testing.assert_close(steps, torch.stack(wanted).float(), rtol=1e-5, atol=0)
     assert loss.item() == pytest.approx(sum(0.8**step * float(value) for step, value in enumerate(wanted)), rel=1e-5)
+
+
+def test_the_loss_of_dspark_by_hand(target: MultiLayerCausalLM, source: OnlineFeatures) -> None:
+    """0.1 cross-entropy + 0.9 |p - q|_1 + the confidence's cross-entropy, token by token."""
+    parts = {"soft_cross_entropy": 0.1, "total_variation": 1.8}
+    module, batch = make_module("dspark", target, loss=parts).train(), source.batch([1])
+    loss, steps = module._loss(module._unrolled(batch))
+    draft, wanted = module.draft, []
+    with torch.inference_mode():
+        states = module.unroll(batch, torch.arange(12))
+        p = target.head(batch.last_hidden)[:, IDS].softmax(-1)
+        for step in range(STEPS):
+            values = []
+            for anchor in range(3, 11 - step):
+                h, before = states[step, anchor - 1, :32], batch.ids[anchor + step]
+                markov = draft.markov_head.embed_tokens.weight[before]
+                q = (draft.target_rows @ h + draft.markov_head.lm_head.weight @ markov).softmax(-1)
+                confidence = torch.sigmoid(draft.confidence @ torch.cat((h, markov)))
+                truth, distance = p[anchor + step], (p[anchor + step] - q).abs().sum()
+                accepted = 1 - distance / 2
+                confused = -accepted * confidence.log() - (1 - accepted) * (1 - confidence).log()
+                values.append(-0.1 * (truth * q.log()).sum() + 0.9 * distance + confused)
+            wanted.append(torch.stack(values).mean())
+    torch.testing.assert_close(steps, torch.stack(wanted).float(), rtol=1e-5, atol=0)
+    assert loss.item() == pytest.approx(sum(0.8**step * float(value) for step, value in enumerate(wanted)), rel=1e-5)
+
+
+def test_the_confidence_learns_the_probability_of_acceptance(
+    target: MultiLayerCausalLM, source: OnlineFeatures
+) -> None:
+    """Its label has no gradient: with the loss on tokens away, the head's own rows learn nothing."""
+    module, batch = make_module("dspark", target, loss={"kl": 0.0}).train(), source.batch([1])
+    loss, _ = module._loss(module._unrolled(batch))
+    loss.backward()
+    assert not module.draft.markov_head.lm_head.weight.grad.any()
+    assert module.draft.confidence.grad.all()
 
 
 def test_decay_of_zero_leaves_the_first_token(target: MultiLayerCausalLM, source: OnlineFeatures) -> None:

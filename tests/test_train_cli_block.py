@@ -21,7 +21,7 @@ from eval.cli import main as evaluate
 from spec_decode.drafters import load_draft
 from train.block import BlockModule
 
-VARIANTS = ["dflash"]
+VARIANTS = ["dflash", "dspark"]
 BRIEF = ["module.schedule.warmup_steps=1", "module.anchors=12", "draft.num_drafts=4", "draft.num_layers=2"]
 
 
@@ -98,6 +98,8 @@ def test_stopped_and_continued_ends_with_the_same_bits(
         (["+variant=dflash", "module.steps=2"], "module.steps=2 but a block of the draft proposes 7 tokens: leave"),
         (["+variant=dflash", "module.anchors=0"], "module.anchors=0 is not possible: it must be a whole number of"),
         (["+variant=dflash", "draft.num_layers=0"], "num_layers must be at least 1, got 0"),
+        (["+variant=dspark", "draft.markov_rank=0"], "markov_rank must be at least 1, got 0"),
+        (["+variant=dspark", "draft.confidence_threshold=2"], "confidence_threshold must lie from 0 to 1, got 2"),
         (["+variant=dflash", "draft.causal=maybe"], "draft.causal=maybe is not possible: it must be true or false"),
         (
             ["+variant=dflash", "draft.mask_token=64"],

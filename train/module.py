@@ -141,16 +141,21 @@ class DraftModule(LightningModule):
             valid = valid & known
         counts = valid.sum(dim=1, keepdim=True).clamp(min=1)
         decay = self.decay ** torch.arange(steps, device=valid.device)[:, None]
+        heads, objective = self._objective()
         loss, sums = chunked_head_loss(
             unrolled.states[:steps],
-            self.draft.heads()[:steps],
+            heads[:steps],
             valid / counts * decay,
             unrolled.target_states,
             self.target_head,
-            self.loss,
+            objective,
             labels,
         )
         return loss, sums / counts[:, 0]
+
+    def _objective(self) -> tuple[list[Tensor], Loss]:
+        """The heads and the loss that are trained; metrics take the draft's heads and `self.loss`."""
+        return self.draft.heads(), self.loss
 
     def _draft_ids(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Draft ids of target ids [S], and whether the draft has them: its other tokens are no labels."""
