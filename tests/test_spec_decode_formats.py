@@ -80,6 +80,10 @@ DRAFTS: dict[str, tuple[str, Callable[[Target], Any]]] = {
     "vllm eagle3": ("vllm", eagle3),
     "vllm eagle3, four layers": ("vllm", lambda target: eagle3(target, target_layers=(1, 2, 3, 6))),
     "vllm eagle3.1": ("vllm", lambda target: eagle3(target, fc_norm=True, norm_output=True)),
+    "vllm eagle3, all norms": (
+        "vllm",
+        lambda target: eagle3(target, fc_norm=True, norm_before_fc=True, norm_before_residual=True),
+    ),
     "vllm eagle3, whole vocabulary": ("vllm", lambda target: eagle3(target, draft_vocab_size=V)),
     "vllm eagle3, llama3": ("vllm", lambda target: eagle3(target, rope_parameters=LLAMA3)),
     "vllm eagle without bias": ("vllm", lambda target: no_bias(eagle(target))),
@@ -88,10 +92,15 @@ DRAFTS: dict[str, tuple[str, Callable[[Target], Any]]] = {
     "sglang eagle3": ("sglang", eagle3),
     "sglang eagle3, two layers": ("sglang", lambda target: eagle3(target, target_layers=(1, 7))),
     "sglang eagle3.1": ("sglang", lambda target: eagle3(target, fc_norm=True, norm_output=True)),
+    "sglang eagle3, one norm before fc": ("sglang", lambda target: eagle3(target, norm_before_fc=True)),
     "sglang eagle3, llama3": ("sglang", lambda target: eagle3(target, rope_parameters=LLAMA3)),
     "sglang eagle": ("sglang", eagle),
     "speculators eagle3": ("speculators", eagle3),
     "speculators eagle3.1": ("speculators", lambda target: eagle3(target, fc_norm=True, norm_output=True)),
+    "speculators eagle3, as speculators trains": (
+        "speculators",
+        lambda target: eagle3(target, norm_before_fc=True, norm_before_residual=True, norm_output=True),
+    ),
     "speculators eagle3, whole vocabulary": ("speculators", lambda target: eagle3(target, draft_vocab_size=V)),
     "speculators eagle3, llama3": ("speculators", lambda target: eagle3(target, rope_parameters=LLAMA3)),
     "safeailab eagle3": ("safeailab", eagle3),
@@ -256,7 +265,7 @@ def test_config_of_each_consumer(target: Target, served: ServedTarget) -> None:
     assert configs["sglang"]["architectures"] == ["LlamaForCausalLMEagle3"]
     assert configs["sglang"]["eagle_config"] == {"use_aux_hidden_state": True, IDS: [1, 3, 4]}
     assert configs["safeailab"]["architectures"] == ["LlamaForCausalLM"]
-    assert not {"eagle_config", "fc_norm", "norm_output"} & configs["safeailab"].keys()
+    assert not {"eagle_config", "fc_norm", "norm_output", "norm_before_fc"} & configs["safeailab"].keys()
 
     config = export_draft(draft, "speculators", served).config
     assert SIZES.items() <= config["transformer_layer_config"].items()
@@ -302,6 +311,15 @@ REFUSED: dict[str, tuple[str, Callable[[Target], Any], str]] = {
     "linear fusion in safeailab": ("safeailab", lambda t: eagle3(t, fusion="linear"), "fusion=linear"),
     "fc_norm in safeailab": ("safeailab", lambda t: eagle3(t, fc_norm=True), "fc_norm=true"),
     "norm_output in safeailab": ("safeailab", lambda t: eagle3(t, norm_output=True), "norm_output=true"),
+    "a normed residual in safeailab": (
+        "safeailab", lambda t: eagle3(t, norm_before_residual=True), "norm_before_residual=true",
+    ),
+    "a normed residual in sglang": (
+        "sglang", lambda t: eagle3(t, norm_before_residual=True), "norm_before_residual=true: use format=vllm",
+    ),
+    "two norms before fc in speculators": (
+        "speculators", lambda t: eagle3(t, fc_norm=True, norm_before_fc=True), "both fc_norm and norm_before_fc",
+    ),
     "other layers in safeailab": (
         "safeailab", lambda t: eagle3(t, target_layers=(1, 2, 3)), r"target_layers=\[1, 2, 3\]",
     ),
@@ -350,11 +368,9 @@ BAD_FILES: dict[str, tuple[str, Change, str]] = {
     "two layers": ("sglang", lambda c, t: c.update(num_hidden_layers=2), "num_hidden_layers=2"),
     "another activation": ("vllm", lambda c, t: c.update(hidden_act="gelu"), "hidden_act=gelu"),
     "a Qwen layer": ("vllm", lambda c, t: c.update(model_type="qwen3"), "model_type=qwen3"),
-    "the norm as residual": ("vllm", lambda c, t: c.update(norm_before_residual=True), "norm_before_residual=True"),
-    "the norm as residual, unsaid": (
-        "speculators", lambda c, t: c.pop("norm_before_residual"), "norm_before_residual=True",
+    "a norm that isn't there": (
+        "vllm", lambda c, t: c.update(norm_before_fc=True), "lacks the tensor 'input_norm.weight'",
     ),
-    "one norm for all layers": ("speculators", lambda c, t: c.update(norm_before_fc=True), "norm_before_fc=True"),
     "a wider target": ("vllm", lambda c, t: c.update(target_hidden_size=64), "target_hidden_size=64"),
     "a window": ("vllm", lambda c, t: c.update(layer_types=["sliding_attention"]), "sliding_attention"),
     "trained embeddings": ("speculators", lambda c, t: c.update(embed_requires_grad=True), "embed_requires_grad=True"),
@@ -430,6 +446,15 @@ def test_a_reordered_whole_vocabulary_is_not_taken_for_the_identity(target: Targ
     tensors = files.tensors | {"d2t": order - torch.arange(V), "lm_head.weight": draft.lm_head.weight.detach()[order]}
     back, _ = import_draft(files.config, tensors)
     assert torch.equal(back.state_dict()["lm_head.weight"], draft.lm_head.weight)
+
+
+def test_a_missing_norm_is_read_as_the_consumer_does(target: Target, served: ServedTarget) -> None:
+    """vLLM takes a missing norm_before_residual for true in speculators' files and for false elsewhere."""
+    for name, normed in (("speculators", True), ("vllm", False), ("sglang", False)):
+        files = export_draft(eagle3(target), name, served)
+        files.config.pop("norm_before_residual", None)
+        draft: Any = import_draft(files.config, files.tensors)[0]
+        assert draft.config.norm_before_residual is normed
 
 
 def test_eagle_heads_with_and_without_bias(target: Target, served: ServedTarget) -> None:

@@ -27,19 +27,25 @@ class Eagle3Config(FeatureDraftConfig):
     """Everything that shapes an EAGLE-3 draft. target_layers in Hugging Face numbering (hidden_states[j]).
 
     fusion: "split" is the released layout; "linear" is the paper's written form, x = fuse([f; e]) followed by an
-    ordinary decoder layer. fc_norm and norm_output are EAGLE-3.1's (arXiv:2605.09992).
+    ordinary decoder layer. fc_norm and norm_output are EAGLE-3.1's (arXiv:2605.09992). norm_before_fc (one norm over
+    all target states) and norm_before_residual (the normed state is also the residual) are those of drafts that the
+    speculators library trained.
     """
 
     target_layers: tuple[int, ...]
     fusion: str = "split"
     fc_norm: bool = False
     norm_output: bool = False
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "target_layers", tuple(self.target_layers))
         if self.fusion not in ("split", "linear"):
             raise DraftwrightError(f"fusion '{self.fusion}' is unknown; choose split or linear")
+        if self.norm_before_residual and self.fusion != "split":
+            raise DraftwrightError("norm_before_residual needs fusion=split: the linear layer has no norm of the state")
 
     @classmethod
     def for_target(cls, spec: TargetSpec, *, target_layers: tuple[int, ...] | None = None, **changes: Any) -> Self:
@@ -55,7 +61,7 @@ class Eagle3Layer(DraftLayer):
         size, eps = config.hidden_size, config.rms_norm_eps
         split = config.fusion == "split"
         super().__init__(config, 2 * size if split else size)
-        self.split = split
+        self.split, self.norm_before_residual = split, config.norm_before_residual
         self.input_layernorm = nn.RMSNorm(size, eps)
         if split:
             self.hidden_norm = nn.RMSNorm(size, eps)
@@ -64,7 +70,9 @@ class Eagle3Layer(DraftLayer):
 
     def inputs(self, embeds: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         if self.split:
-            return states, torch.cat((self.input_layernorm(embeds), self.hidden_norm(states)), dim=-1)
+            normed = self.hidden_norm(states)
+            residual = normed if self.norm_before_residual else states
+            return residual, torch.cat((self.input_layernorm(embeds), normed), dim=-1)
         # Autocast multiplies in 16 bits, but the residual stream keeps its precision.
         fused = self.fuse(torch.cat((states, embeds.to(states.dtype)), dim=-1)).to(states.dtype)
         return fused, self.input_layernorm(fused)
@@ -81,6 +89,8 @@ class Eagle3Draft(FeatureDrafter):
         super().__init__(config)
         self.taps = config.target_layers
         size, fused = config.hidden_size, len(config.target_layers) * config.hidden_size
+        if config.norm_before_fc:
+            self.input_norm = nn.RMSNorm(fused, config.rms_norm_eps)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(nn.RMSNorm(size, config.rms_norm_eps) for _ in config.target_layers)
         self.fc = nn.Linear(fused, size, bias=False)
@@ -97,6 +107,8 @@ class Eagle3Draft(FeatureDrafter):
 
     def fuse(self, states: Tensor) -> Tensor:
         states = states.to(self.dtype)
+        if self.config.norm_before_fc:
+            states = self.input_norm(states)
         if self.config.fc_norm:
             chunks = states.chunk(len(self.taps), dim=-1)
             states = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)

@@ -18,8 +18,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 EMBEDDINGS = "embed_tokens.weight"
 OTHER_NAMES = {"layers.0.": "midlayer."}  # ModelOpt's and newer SGLang's
 
-# What others have and our draft doesn't.
-_OTHERS = {"norm_before_residual": False, "norm_before_fc": False, "embed_requires_grad": False}
+NORMS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")  # false where a key is missing
 _LAYER = (
     *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
     *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
@@ -31,21 +30,19 @@ def write_eagle3(layout: str, config: Eagle3Config, target: ServedTarget, archit
     """Everything but the layer ids. Raises DraftwrightError for the paper's written fusion, which nobody reads."""
     if config.fusion != "split":
         raise refuse(layout, f"fusion={config.fusion}", "train it with draft.fusion=split")
-    norms = {"fc_norm": config.fc_norm, "norm_output": config.norm_output}
+    norms = {norm: getattr(config, norm) for norm in NORMS}
     return {"architectures": [architecture], **write_llama(config, target), **norms}
 
 
 def read_eagle3(config: Mapping[str, Any], layers: Sequence[int]) -> Eagle3Config:
     """The draft's config, once its target layers are known."""
-    refuse_others(config, _OTHERS)
+    refuse_others(config, {"embed_requires_grad": False})
     eagle_config = config.get("eagle_config") or {}
-    refuse_others(eagle_config, {"use_aux_hidden_state": True, "norm_before_fc": False})
-    return Eagle3Config(
-        **read_llama(config),
-        target_layers=tuple(layers),
-        fc_norm=bool(config.get("fc_norm") or config.get("use_aux_norm")),
-        norm_output=bool(config.get("norm_output")),
-    )
+    refuse_others(eagle_config, {"use_aux_hidden_state": True})
+    norms: dict[str, Any] = {norm: bool(config.get(norm)) for norm in NORMS}
+    norms["fc_norm"] |= bool(config.get("use_aux_norm"))  # SGLang's older name
+    norms["norm_before_fc"] |= bool(eagle_config.get("norm_before_fc"))
+    return Eagle3Config(**read_llama(config), target_layers=tuple(layers), **norms)
 
 
 def layer_ids(config: Mapping[str, Any]) -> list[int] | None:
@@ -70,6 +67,7 @@ def stored(config: dict[str, Any], draft: Eagle3Config) -> dict[str, str]:
     """Our name and the file's, of each tensor; a whole vocabulary needs no map, and vLLM refuses one."""
     names = ["fc.weight", "norm.weight", "lm_head.weight"]
     names += [f"midlayer.{name}" for name in _LAYER]
+    names += ["input_norm.weight"] if draft.norm_before_fc else []
     names += [f"fc_norm.{i}.weight" for i in range(len(draft.target_layers))] if draft.fc_norm else []
     names += VOCABULARY if draft.draft_vocab_size != draft.vocab_size else []
     return {name: name for name in names}

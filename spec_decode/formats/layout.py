@@ -45,7 +45,8 @@ class Layout:
     read: (config.json, tensors of the file, target_layers or None) -> draft's config; refuses what the draft can't
     hold.
     names: (config.json, draft's config) -> the file's name of every tensor that it stores, by the draft's name.
-    embeddings: what the file calls the target's embeddings where it may hold them; stored: where it has to.
+    embeddings: what a file may call the target's embeddings, which our drafts share; stores_embeddings: it must.
+    renamed: beginnings of tensor names as older or other tools write them, to those that `names` gives.
     """
 
     name: str
@@ -57,7 +58,6 @@ class Layout:
     embeddings: str | None = None
     stores_embeddings: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Beginnings of tensor names that mean the same, as older or other tools write them."""
 
 
 def refuse(layout: str, what: str, instead: str) -> DraftwrightError:

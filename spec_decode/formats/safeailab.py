@@ -23,7 +23,7 @@ _INSTEAD = "use format=vllm or format=sglang"
 
 def write_eagle3(config: Eagle3Config, tensors: Mapping[str, Tensor], target: ServedTarget) -> dict[str, Any]:
     """config.json of an EAGLE-3 draft that EAGLE's code computes right."""
-    for norm in ("fc_norm", "norm_output"):
+    for norm in eagle3.NORMS:
         if getattr(config, norm):
             raise refuse("safeailab", f"{norm}=true", _INSTEAD)
     layers = target.spec.num_layers
@@ -31,8 +31,7 @@ def write_eagle3(config: Eagle3Config, tensors: Mapping[str, Tensor], target: Se
         raise refuse("safeailab", f"target_layers={list(config.target_layers)}, not 2, n//2 and n-3", _INSTEAD)
     _refuse_scaling(config)
     written = eagle3.write_eagle3("safeailab", config, target, _ARCHITECTURE)
-    norms = ("fc_norm", "norm_output")
-    return {key: value for key, value in written.items() if key not in norms} | {"pad_token_id": 0}
+    return {key: value for key, value in written.items() if key not in eagle3.NORMS} | {"pad_token_id": 0}
 
 
 def read_eagle3(config: dict[str, Any], tensors: Mapping[str, Tensor], layers: tuple[int, ...] | None) -> Eagle3Config:

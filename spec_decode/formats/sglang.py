@@ -15,11 +15,13 @@ from spec_decode.drafters.eagle import EagleConfig, EagleDraft
 from spec_decode.drafters.eagle3 import Eagle3Config, Eagle3Draft
 from spec_decode.errors import DraftwrightError
 from spec_decode.formats import eagle, eagle3
-from spec_decode.formats.layout import Layout, ServedTarget
+from spec_decode.formats.layout import Layout, ServedTarget, refuse
 
 
 def write_eagle3(config: Eagle3Config, tensors: Mapping[str, Tensor], target: ServedTarget) -> dict[str, Any]:
-    """config.json of an EAGLE-3 draft."""
+    """config.json of an EAGLE-3 draft; SGLang's residual is always the state itself."""
+    if config.norm_before_residual:
+        raise refuse("sglang", "norm_before_residual=true", "use format=vllm or format=speculators")
     ids = [layer - 1 for layer in config.target_layers]
     written = eagle3.write_eagle3("sglang", config, target, "LlamaForCausalLMEagle3")
     return {**written, "eagle_config": {"use_aux_hidden_state": True, eagle3.IDS: ids}}

@@ -13,7 +13,7 @@ from torch import Tensor
 from spec_decode.drafters.eagle3 import Eagle3Config, Eagle3Draft
 from spec_decode.errors import DraftwrightError
 from spec_decode.formats import eagle3
-from spec_decode.formats.layout import NOTE, SPECULATIVE_TOKENS, Layout, ServedTarget
+from spec_decode.formats.layout import NOTE, SPECULATIVE_TOKENS, Layout, ServedTarget, refuse
 from spec_decode.formats.llama import write_llama
 
 _VERSION = "0.9.0"  # of the library whose format this is
@@ -21,6 +21,8 @@ _VERSION = "0.9.0"  # of the library whose format this is
 
 def write_eagle3(config: Eagle3Config, tensors: Mapping[str, Tensor], target: ServedTarget) -> dict[str, Any]:
     """config.json of an EAGLE-3 draft; what vLLM would otherwise take for true is written as false."""
+    if config.fc_norm and config.norm_before_fc:
+        raise refuse("speculators", "both fc_norm and norm_before_fc", "train it with one of them, or use format=vllm")
     written = eagle3.write_eagle3("speculators", config, target, "Eagle3Speculator")
     proposal = {"proposal_type": "greedy", "speculative_tokens": SPECULATIVE_TOKENS}
     layer = {key: value for key, value in write_llama(config, target).items() if key != "draft_vocab_size"}
@@ -31,10 +33,7 @@ def write_eagle3(config: Eagle3Config, tensors: Mapping[str, Tensor], target: Se
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": None,
         eagle3.IDS: list(config.target_layers),
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "fc_norm": config.fc_norm,
-        "norm_output": config.norm_output,
+        **{norm: written[norm] for norm in eagle3.NORMS},
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
         # vLLM looks for the number of states here, and takes 3 where it finds none.
