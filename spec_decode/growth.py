@@ -122,6 +122,13 @@ def grow(
     )
 
 
+def same_children(levels: Iterable[Tensor]) -> Step:
+    """The step of a draft whose proposals don't depend on one another: each level has one row of log-probabilities
+    [V_draft], given in order."""
+    rows = iter(levels)
+    return lambda _tokens, _parent_rows: next(rows)[None]
+
+
 class LevelMask:
     """Which of the rows run so far each new row of a growing tree sees: its ancestors and itself."""
 

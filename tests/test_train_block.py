@@ -366,6 +366,6 @@ def test_metrics_of_steps_that_predict_other_tokens(target: MultiLayerCausalLM, 
 
 def test_other_steps_than_drafts_are_refused(target: MultiLayerCausalLM) -> None:
     with pytest.raises(
-        DraftwrightError, match=r"module\.steps=2 but a block .* proposes 3 tokens: .* draft\.num_drafts"
+        DraftwrightError, match=r"module\.steps=2 but one pass .* proposes 3 tokens: .* draft\.num_drafts"
     ):
         make_module("dflash", target, steps=2)

@@ -1,4 +1,4 @@
-"""Block drafts through the command line, small: train, the draft's folder, its report, stopping and going on."""
+"""Block drafts and P-EAGLE through the command line, small: train, the folder, its report, stopping and going on."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 
 from eval.cli import main as evaluate
 from spec_decode.drafters import load_draft
-from train.block import BlockModule
+from train.module import DraftModule
 
-VARIANTS = ["dflash", "dspark"]
-BRIEF = ["module.schedule.warmup_steps=1", "module.anchors=12", "draft.num_drafts=4", "draft.num_layers=2"]
+VARIANTS = ["dflash", "dspark", "p_eagle"]
+BRIEF = ["module.schedule.warmup_steps=1", "draft.num_drafts=4", "draft.num_layers=2"]
 
 
 @pytest.fixture(scope="module")
@@ -69,19 +69,19 @@ def test_a_variant_from_training_to_its_report(
 def test_stopped_and_continued_ends_with_the_same_bits(
     variant: str, world: Path, train_in: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Anchors are drawn from the random state, which a validation in between and the continued run must not change."""
+    """What is drawn comes from the random state, which neither a validation nor the continued run may change."""
     words = [f"+variant={variant}", "max_steps=6", "logger=none", "eval.enabled=false", *BRIEF]
     words += ["trainer.val_check_interval=2"]
     train_in(world, *words, f"output_dir={tmp_path / 'whole'}")
 
-    def stopping(module: BlockModule, *arguments: Any) -> Any:
+    def stopping(module: DraftModule, *arguments: Any) -> Any:
         if module.global_step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return step(module, *arguments)
 
-    step = BlockModule.training_step
+    step = DraftModule.training_step
     with monkeypatch.context() as patched:
-        patched.setattr(BlockModule, "training_step", stopping)
+        patched.setattr(DraftModule, "training_step", stopping)
         with pytest.raises(SystemExit) as stopped:
             train_in(world, *words, f"output_dir={tmp_path / 'stopped'}")
     assert stopped.value.code == 143
@@ -95,9 +95,12 @@ def test_stopped_and_continued_ends_with_the_same_bits(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["+variant=dflash", "module.steps=2"], "module.steps=2 but a block of the draft proposes 7 tokens: leave"),
+        (["+variant=dflash", "module.steps=2"], "module.steps=2 but one pass of the draft proposes 7 tokens: leave"),
         (["+variant=dflash", "module.anchors=0"], "module.anchors=0 is not possible: it must be a whole number of"),
         (["+variant=dflash", "draft.num_layers=0"], "num_layers must be at least 1, got 0"),
+        (["+variant=p_eagle", "module.keep=2"], "module.keep=2 is not possible: it must be a number from 0 to 1"),
+        (["+variant=p_eagle", "module.steps=2"], "module.steps=2 but one pass of the draft proposes 4 tokens"),
+        (["+variant=p_eagle", "+draft.norm_output=true"], "norm_output is for drafts that feed their output back"),
         (["+variant=dspark", "draft.markov_rank=0"], "markov_rank must be at least 1, got 0"),
         (["+variant=dspark", "draft.confidence_threshold=2"], "confidence_threshold must lie from 0 to 1, got 2"),
         (["+variant=dflash", "draft.causal=maybe"], "draft.causal=maybe is not possible: it must be true or false"),

@@ -32,17 +32,22 @@ from train.attention import make_blocks, unrolled_attention
 from train.module import DraftModule, Unrolled
 
 
+def check_drafts(drafts: int, steps: int) -> None:
+    """Raise DraftwrightError unless there is a step for each token that one pass of a draft proposes."""
+    if drafts != steps:
+        raise DraftwrightError(
+            f"module.steps={steps} but one pass of the draft proposes {drafts} tokens: leave module.steps out and set "
+            "draft.num_drafts"
+        )
+
+
 class BlockModule(DraftModule):
     """anchors: blocks drawn in each training step; `steps` is the number of tokens that a block proposes."""
 
     draft: BlockDraft
 
     def __init__(self, draft: BlockDraft, target: Target, *, anchors: Positive, **options: Any) -> None:
-        if options["steps"] != draft.config.num_drafts:
-            raise DraftwrightError(
-                f"module.steps={options['steps']} but a block of the draft proposes {draft.config.num_drafts} tokens: "
-                "leave module.steps out and set draft.num_drafts"
-            )
+        check_drafts(draft.config.num_drafts, options["steps"])
         super().__init__(draft, target, **options)
         self.anchors = anchors
 

@@ -32,7 +32,7 @@ from spec_decode.checkpoint import open_draft, save_draft
 from spec_decode.drafter import VocabularyDrafter, check_sizes
 from spec_decode.errors import DraftwrightError, check_positive, check_type, type_error
 from spec_decode.feature_drafter import DraftAttention, FeatureDraftConfig
-from spec_decode.growth import grow
+from spec_decode.growth import grow, same_children
 from spec_decode.layers import GatedMLP, attend
 from spec_decode.sampling import GREEDY, Sampling
 from spec_decode.target import Target, TargetOutput, TargetSpec, check_taps, default_taps
@@ -199,13 +199,9 @@ class BlockDraft(VocabularyDrafter):
     ) -> Tree:
         plan = plan.cut(self.config.num_drafts)
         logits = F.linear(self.run_block(state, root)[: plan.depth], self.target_rows)
-        levels = iter(logits.float().log_softmax(-1))
-
-        def step(_tokens: Tensor, _parent_rows: Tensor) -> Tensor:
-            return next(levels)[None]
-
-        vocabulary = self.draft_vocabulary()
-        return grow(next(levels), step, plan, root, vocabulary, sampling=sampling, generator=generator)
+        logp = logits.float().log_softmax(-1)
+        step, vocabulary = same_children(logp[1:]), self.draft_vocabulary()
+        return grow(logp[0], step, plan, root, vocabulary, sampling=sampling, generator=generator)
 
     def commit(self, state: BlockState, tree: Tree, path: Tensor, output: TargetOutput) -> BlockState:
         assert output.features is not None

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from spec_decode.checkpoint import open_draft, save_draft
 from spec_decode.drafter import VocabularyDrafter, check_sizes
 from spec_decode.errors import DraftwrightError, check_positive, check_type
-from spec_decode.growth import grow
+from spec_decode.growth import grow, same_children
 from spec_decode.sampling import GREEDY, Sampling
 from spec_decode.target import Target, TargetOutput, TargetSpec
 from spec_decode.tree import Tree, TreePlan
@@ -138,12 +138,8 @@ class MedusaDraftModel(VocabularyDrafter):
         plan = plan.cut(self.config.num_heads)
         hidden = state.to(self.heads()[0].dtype)
         levels = (head(hidden).float().log_softmax(-1) for head in self.medusa)  # a shallow plan leaves heads alone
-
-        def step(_tokens: Tensor, _parent_rows: Tensor) -> Tensor:
-            return next(levels)[None]
-
-        vocabulary = self.draft_vocabulary()
-        return grow(next(levels), step, plan, root, vocabulary, sampling=sampling, generator=generator)
+        first, step, vocabulary = next(levels), same_children(levels), self.draft_vocabulary()
+        return grow(first, step, plan, root, vocabulary, sampling=sampling, generator=generator)
 
     def commit(self, state: Tensor, tree: Tree, path: Tensor, output: TargetOutput) -> Tensor:
         assert output.last_hidden is not None
