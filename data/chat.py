@@ -9,7 +9,8 @@ The mask comes from this structure, so template markers inside a text cannot foo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby, takewhile
 from typing import Any
 
 from jinja2 import TemplateError
@@ -22,11 +23,12 @@ from spec_decode.errors import DraftwrightError
 def encode_chat(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], max_length: int, *, ends: bool = True
 ) -> tuple[list[int], list[bool]]:
-    """Token ids and loss mask of one chat, cut to max_length and then behind the last supervised token.
+    """Token ids and loss mask of one chat, cut behind the last answer that ends within max_length.
 
-    ends: whether the last answer is complete; else its end-of-turn token and what follows are left out. Both lists are
-    empty when no supervised token lies within max_length. Raises UnusableRow when the template refuses the chat, and
-    DraftwrightError when there is no template or it rewrites earlier turns.
+    Where no answer ends there, the first one is cut. ends: whether the last answer is complete; else its end-of-turn
+    token and what follows are left out. Both lists are empty when no supervised token lies within max_length. Raises
+    UnusableRow when the template refuses the chat or leaves out a tool call, and DraftwrightError when there is no
+    template or it rewrites earlier turns.
     """
     ids: list[int] = []
     mask: list[bool] = []
@@ -42,7 +44,11 @@ def encode_chat(
                 "the chat template of this target changes earlier turns when later ones are added, so a chat of "
                 "several turns has no single token sequence: pass a tokenizer whose template leaves earlier turns alone"
             )
+        if ids and len(after) > max_length:
+            break
         start = common_prefix(before, after)
+        if not all(call["function"]["name"] in tokenizer.decode(after[start:]) for call in message.tool_calls):
+            raise UnusableRow("tool call that the chat template leaves out")
         mask += [False] * (start - len(mask)) + [True] * (len(after) - start)
         ids = after
         if not ends and index == len(messages) - 1:
@@ -50,6 +56,27 @@ def encode_chat(
     mask = mask[:max_length]
     length = len(mask) - mask[::-1].index(True) if True in mask else 0
     return ids[:length], mask[:length]
+
+
+def encode_pieces(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], max_length: int, *, ends: bool, split: bool
+) -> Iterator[tuple[int, list[int], list[bool]]]:
+    """(index of the first turn, ids, mask) of a chat as `encode_chat` cuts it; with `split`, also of what is behind.
+
+    Each piece begins with the system turn and a user turn, and holds a supervised token. Errors as in `encode_chat`.
+    """
+    system = list(takewhile(lambda message: message.role == "system", messages))
+    start = len(system)
+    while start < len(messages):
+        ids, mask = encode_chat(tokenizer, [*system, *messages[start:]], max_length, ends=ends)
+        if ids:
+            yield start, ids, mask
+        if not split:
+            return
+        taken = max(1, sum(supervised for supervised, _ in groupby(mask)))  # each answer is one run
+        answers = [index for index in range(start, len(messages)) if messages[index].role == "assistant"]
+        behind = range(answers[taken - 1] + 1, len(messages))
+        start = next((index for index in behind if messages[index].role == "user"), len(messages))
 
 
 def _behind_answer(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], ids: list[int]) -> int:
@@ -72,10 +99,9 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, g
             f"the tokenizer of '{tokenizer.name_or_path}' has no chat template: pass a chat model as target, "
             "or put a chat_template.jinja beside its tokenizer.json"
         )
-    chat: list[dict[str, Any]] = [{"role": message.role, "content": message.content} for message in messages]
     try:
         ids = tokenizer.apply_chat_template(
-            chat,
+            [_as_template_takes(message) for message in messages],
             tokenize=True,
             add_generation_prompt=generation_prompt,
             return_dict=False,
@@ -84,6 +110,15 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, g
     except TemplateError as error:
         raise UnusableRow(f"refused by the chat template: {str(error)[:80]}") from error
     return list(ids)  # type: ignore[arg-type]
+
+
+def _as_template_takes(message: Message) -> dict[str, Any]:
+    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        turn["tool_calls"] = list(message.tool_calls)
+    if message.reasoning:
+        turn["reasoning_content"] = message.reasoning
+    return turn
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""`python -m data inspect | regenerate`: Hydra configs in, plain Python values out."""
+"""`python -m data inspect | prepare | regenerate`: Hydra configs in, plain Python values out."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Annotated
 from omegaconf import DictConfig
 from rich.console import Console
 
-from conf import launch, plain
+from conf import Verb, launch, plain
 from conf.check import Between, Positive, build
 from data.inspect import print_chats
 from data.prepare import encoded_chats
 from data.readers import ReadReport
 from data.regenerate import RegenerateSettings, regenerate
 from data.sources import Source
+from data.summary import PrepareSettings, prepare_all, summary_lines
 from spec_decode.target_hf import TargetSource, open_target, open_tokenizer
 
 
@@ -32,7 +33,12 @@ class InspectSettings:
 
 def main() -> None:
     """Entry point of `python -m data`."""
-    launch("data", {"inspect": ("data", run_inspect), "regenerate": ("regenerate", run_regenerate)}, sys.argv)
+    verbs: dict[str, Verb] = {
+        "inspect": ("data", run_inspect),
+        "prepare": ("prepare", run_prepare),
+        "regenerate": ("regenerate", run_regenerate),
+    }
+    launch("data", verbs, sys.argv)
 
 
 def run_inspect(config: DictConfig) -> None:
@@ -43,6 +49,15 @@ def run_inspect(config: DictConfig) -> None:
     shown = list(islice(chats, settings.limit))
     report.kept = len(shown)
     print_chats(Console(), tokenizer, shown, report)
+
+
+def run_prepare(config: DictConfig) -> None:
+    """Encode all chats of a data set and print what is in them."""
+    settings = build(PrepareSettings, plain(config))
+    summary, file = prepare_all(open_tokenizer(settings.target), settings, ReadReport())
+    for line in summary_lines(summary):
+        print(line)
+    print(f"written to {file}")
 
 
 def run_regenerate(config: DictConfig) -> None:

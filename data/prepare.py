@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import takewhile
 from operator import attrgetter
-from typing import Any
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from data.batch import Sequences
-from data.chat import encode_chat, render
-from data.messages import Message, UnusableRow, parse_row
+from data.chat import render
+from data.encoding import Encoder, encode_rows
+from data.messages import Message
 from data.readers import ReadReport
-from data.sources import Source, open_rows
+from data.rows import Row, chosen_rows
+from data.sources import Source
 from spec_decode.errors import DraftwrightError
 
 HELDOUT_SHARE = 0.05
@@ -34,29 +36,20 @@ _MAX_CHUNKS = 128
 
 @dataclass(frozen=True)
 class Chat:
-    """One encoded chat. group: what decides its side; identity: its id, or its first user message; ids: int32 [T];
-    loss_mask: bool [T]; prompt: the messages before the first assistant turn."""
+    """One encoded chat, or a piece of one. group: what decides its side; identity: its id, or its first user message;
+    ids: int32 [T]; loss_mask: bool [T]; prompt: the messages before the first assistant turn; turns: in the chat, 0 in
+    a later piece of it."""
 
     group: str
     identity: str
     ids: Tensor
     loss_mask: Tensor
     prompt: list[Message]
+    turns: int = 0
 
     def digest(self) -> bytes:
         """Equal for chats with equal tokens."""
         return sha256(self.ids.numpy().tobytes()).digest()
-
-
-@dataclass(frozen=True)
-class Row:
-    """One usable row of a source. number: its place among the usable ones; id: its name in the source, if it has one;
-    finished: whether the last answer ends, rather than being cut (`data.regenerate` marks those)."""
-
-    number: int
-    id: str | None
-    messages: list[Message]
-    finished: bool
 
 
 @dataclass(frozen=True)
@@ -92,11 +85,13 @@ def prepare(
     max_length: int,
     train_tokens: int | None,
     heldout_tokens: int,
+    cache_dir: str | Path | None = None,
 ) -> Prepared:
     """Read a source until both token budgets are met (train_tokens=None: to its end); same input, same result.
 
     A chat counts with all its tokens, and the last one may exceed the budget. With heldout_tokens=0 nothing is held
-    out. Raises DraftwrightError when no chat is usable, naming the reasons with their counts.
+    out. What was encoded is kept under `cache_dir`, and never encoded again. Raises DraftwrightError when no chat is
+    usable, naming the reasons with their counts.
     """
     if (train_tokens is not None and train_tokens < 1) or heldout_tokens < 0 or max_length < 2:
         raise DraftwrightError(
@@ -109,7 +104,9 @@ def prepare(
     def side(group: str) -> _Side:
         return heldout if heldout_tokens > 0 and _score(group) < HELDOUT_SHARE else train
 
-    for chat in encoded_chats(tokenizer, source, report, max_length, lambda group: not side(group).full()):
+    for chat in encoded_chats(tokenizer, source, report, max_length, cache_dir):
+        if side(chat.group).full():
+            continue
         mine, other = (train, heldout) if side(chat.group) is train else (heldout, train)
         if chat.digest() in other.digests:
             report.drop("copy of a chat on the other side of the held-out split")
@@ -132,49 +129,30 @@ def prepare(
     return Prepared(sequences, _sequences(heldout.chats), report, [chat.prompt for chat in heldout.chats])
 
 
-def usable_rows(source: Source, report: ReadReport) -> Iterator[Row]:
-    """The rows of a source that hold a chat; what cannot be used is counted in `report`."""
-    number = 0
-    for row in open_rows(source, report):
-        try:
-            messages = parse_row(row)
-        except UnusableRow as reason:
-            report.drop(str(reason))
-            continue
-        yield Row(number, _id(row), messages, row.get("finished") is not False)
-        number += 1
-
-
 def encoded_chats(
     tokenizer: PreTrainedTokenizerBase,
     source: Source,
     report: ReadReport,
     max_length: int,
-    wanted: Callable[[str], bool] = lambda group: True,
+    cache_dir: str | Path | None = None,
 ) -> Iterator[Chat]:
-    """Encode the chats of a source whose group is wanted; what cannot be used is counted in `report`.
+    """Encode the chats of a source; what cannot be used or is left out is counted in `report`.
 
     Raises DraftwrightError at the end of the source when no chat was usable at all.
     """
     rows_of_stem: Counter[str] = Counter()
-    usable = 0
+    usable = False
     unsupervised: list[Message] | None = None
-    for row in usable_rows(source, report):
-        messages = row.messages
+    encoder = Encoder(tokenizer, max_length, source.split_long)
+    for row, encoded in encode_rows(encoder, chosen_rows(source, report), cache_dir):
         group, identity = _group(row, rows_of_stem)
-        if not wanted(group):
-            usable += 1
-            continue
-        try:
-            ids, mask = encode_chat(tokenizer, messages, max_length, ends=row.finished)
-            if not any(mask):
-                unsupervised = unsupervised or messages
-                raise UnusableRow("no supervised token within max_length")
-        except UnusableRow as reason:
-            report.drop(str(reason))
-            continue
-        usable += 1
-        yield Chat(group, identity, torch.tensor(ids, dtype=torch.int32), torch.tensor(mask), _opening(messages))
+        if not encoded.pieces:
+            unsupervised = unsupervised or (None if encoded.reason else row.messages)
+            report.drop(encoded.reason or "no supervised token within max_length", row.place)
+        for number, piece in enumerate(encoded.pieces):
+            usable = True
+            turns = 0 if number else len(row.messages)
+            yield Chat(group, identity, piece.ids, piece.loss_mask, _opening(row.messages, piece.start), turns)
     if not usable:
         raise _nothing_usable(tokenizer, source, report, max_length, unsupervised)
 
@@ -199,15 +177,6 @@ def _nothing_usable(
         f"no conversation of {source.place()} has a supervised token ({counts}): raise max_length={max_length} "
         f"or check the chat template of the target, which makes of the first one: {text[:400]!r}"
     )
-
-
-def _id(row: dict[str, Any]) -> str | None:
-    """The row's own name, whichever key holds it."""
-    for key in ("id", "conversation_id", "prompt_id"):
-        value = row.get(key)
-        if isinstance(value, str | int) and str(value):
-            return str(value)
-    return None
 
 
 def _group(row: Row, rows_of_stem: Counter[str]) -> tuple[str, str]:
@@ -239,8 +208,10 @@ def _score(group: str) -> float:
     return int.from_bytes(sha256(group.encode()).digest()[:8]) / 2**64
 
 
-def _opening(messages: list[Message]) -> list[Message]:
-    return list(takewhile(lambda message: message.role != "assistant", messages))
+def _opening(messages: list[Message], start: int = 0) -> list[Message]:
+    """The system turn, and the turns from `start` to the next answer."""
+    system = [message for message in messages[:start] if message.role == "system"]
+    return system + list(takewhile(lambda message: message.role != "assistant", messages[start:]))
 
 
 def _sequences(chats: list[Chat]) -> Sequences:

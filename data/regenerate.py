@@ -1,10 +1,10 @@
 """Chats with answers that the target writes itself: what a draft meets when it serves (`python -m data regenerate`).
 
-System and user turns of every chat are kept; the target answers turn after turn, on its own earlier answers. The
-output grows by whole lines, one chat each, in the order in which they end; `row` says which chat of the source it is,
-so a run that was killed goes on where it stopped. The end of a run puts the lines in the source's order. A chat ends
-at an answer that the limits cut: it is marked `"finished": false`, and training doesn't take its end for an end of
-turn. It ends before an answer without text.
+System and user turns of every chat, answered or not, are kept; the target answers turn after turn, on its own earlier
+answers. The output grows by whole lines, one chat each, in the order in which they end; `row` says which chat of the
+source it is, so a run that was killed goes on where it stopped. The end of a run puts the lines in the source's order.
+A chat ends at an answer that the limits cut: it is marked `"finished": false`, and training doesn't take its end for an
+end of turn. It ends before an answer without text.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from transformers import PreTrainedTokenizerBase
 
 from conf.check import Between, Natural, NonNegative, Positive, Seed
 from data.chat import encode_prompt
-from data.messages import Message, UnusableRow
-from data.prepare import Row, usable_rows
+from data.messages import Message, UnusableRow, parse_questions
 from data.readers import ReadReport
+from data.rows import Row, usable_rows
 from data.sources import Source
 from spec_decode.checkpoint import write_atomically
 from spec_decode.errors import DraftwrightError, first_line
@@ -94,7 +94,8 @@ def regenerate(
             f"max_length={settings.max_length} exceeds the {target.spec.max_positions} positions of target "
             f"'{target.spec.name}': use max_length={target.spec.max_positions} or less"
         )
-    rows = islice(_some(usable_rows(settings.dataset, report), settings.dataset, report), settings.limit)
+    asked = usable_rows(settings.dataset, report, parse_questions)
+    rows = islice(_some(asked, settings.dataset, report), settings.limit)
     done = read_done(settings.output)
     total = settings.limit
     tokens = 0
@@ -124,7 +125,7 @@ def _some(rows: Iterator[Row], source: Source, report: ReadReport) -> Iterator[R
     if first is None:
         raise DraftwrightError(
             f"{source.place()} holds no usable conversation ({report.reasons() or 'no rows'}): pass rows with "
-            "`messages` or `conversations` that hold an answered user turn"
+            "`messages`, `conversations` or `prompt` that hold a user turn"
         )
     return chain([first], rows)
 

@@ -1,6 +1,6 @@
 """Rows of chat data sets, streamed: the file of an installed package, a local file, or a data set on the hub.
 
-All of them go through `datasets`. Local files are read by `data.readers`, which tolerates what is broken in them.
+The hub goes through `datasets`. Local files are read by `data.readers`, which tolerates what is broken in them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import datasets
 from huggingface_hub import HfApi, is_offline_mode
@@ -21,32 +21,44 @@ from spec_decode.packaged import packaged_file
 
 @dataclass(frozen=True)
 class Source:
-    """Where chats come from. The first that is set counts: path (a local file), hub (a data set name or a folder with
-    a copy of one, with its split), package (a pip requirement whose installed files hold the data)."""
+    """Where chats come from, and which of them are left out. The first that is set counts: path (a local file), hub
+    (a data set name or a folder with a copy of one, with its split), package (a pip requirement whose installed files
+    hold the data).
+
+    strict: stop at the first bad row. dedup: leave out chats that are equal, or nearly equal, to earlier ones.
+    decontaminate: benchmarks and files whose prompts may not occur. split_long: go on behind max_length as another
+    sequence.
+    """
 
     name: str
     path: str | None = None
     hub: str | None = None
     split: str = "train"
     package: str | None = None
+    strict: bool = False
+    dedup: Literal["exact", "near", "none"] = "none"
+    decontaminate: tuple[str, ...] | None = None
+    split_long: bool = False
 
     def place(self) -> str:
         """Where the chats come from, for messages to people."""
         return str(self.path or self.hub or self.package or self.name)
 
 
-def open_rows(source: Source, report: ReadReport) -> Iterator[dict[str, Any]]:
-    """Stream the rows of a source; what is broken in a local file is counted in `report`.
+def open_rows(source: Source, report: ReadReport) -> Iterator[tuple[dict[str, Any], str]]:
+    """Stream (row, place) of a source; what is broken in a local file is counted in `report`.
 
-    Raises DraftwrightError when the source is missing, empty or out of reach.
+    Raises DraftwrightError when the source is missing, empty or out of reach, and in a strict one at what is broken.
     """
     if source.path is not None:
-        return _local(Path(source.path).expanduser(), "dataset.path", report)
+        return _local(Path(source.path).expanduser(), "dataset.path", source, report)
     if source.hub is not None:
-        return load_from_hub(source.hub, None, source.split, "dataset.hub=FOLDER", streaming=True)
+        report.strict = source.hub if source.strict else ""
+        rows = load_from_hub(source.hub, None, source.split, "dataset.hub=FOLDER", streaming=True)
+        return ((row, f"row {number}") for number, row in enumerate(rows, 1))
     if source.package is not None:
         file, _ = packaged_file(source.package, (".json", ".jsonl"), "pass another file as dataset.path=FILE")
-        return _local(file, f"the package {source.package}", report)
+        return _local(file, f"the package {source.package}", source, report)
     raise DraftwrightError(f"dataset={source.name} needs a file: pass dataset.path=FILE.jsonl")
 
 
@@ -65,9 +77,9 @@ def check_file(path: Path, key: str) -> Path:
     return path
 
 
-def _local(path: Path, key: str, report: ReadReport) -> Iterator[dict[str, Any]]:
-    arguments = {"path": str(check_file(path, key)), "report": report}
-    return iter(datasets.IterableDataset.from_generator(read_json, gen_kwargs=arguments))
+def _local(path: Path, key: str, source: Source, report: ReadReport) -> Iterator[tuple[dict[str, Any], str]]:
+    report.strict = str(path) if source.strict else ""
+    return read_json(str(check_file(path, key)), report)
 
 
 def load_from_hub(name: str, config: str | None, split: str, instead: str, **options: Any) -> Iterator[dict[str, Any]]:

@@ -135,6 +135,7 @@ def train_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     from train.cli import main
 
     fixed = ["target=hf", "target.path=target", "target.dtype=float32", "dataset=jsonl", "dataset.path=chats.jsonl"]
+    fixed.append("dataset.decontaminate=null")  # the hub isn't asked
     small = ["tokens_per_batch=64", "train_tokens=600", "heldout_tokens=60", "max_length=64", "draft_vocab_size=40"]
     brief = ["max_steps=4", "eval.max_new_tokens=4", "trainer.log_every_n_steps=2", "trainer.val_check_interval=4"]
 

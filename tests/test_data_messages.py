@@ -1,6 +1,8 @@
+import json
+
 import pytest
 
-from data.messages import Message, UnusableRow, parse_prompt, parse_row
+from data.messages import Message, UnusableRow, parse_prompt, parse_questions, parse_row
 
 Q, A = Message("user", "q"), Message("assistant", "a")
 SYSTEM = Message("system", "s")
@@ -28,6 +30,9 @@ def chat(*turns):
         ({"instruction": "q", "context": "c", "response": "a"}, [Message("user", "q\n\nc"), A]),
         ({"system": "s", **sharegpt(("User", "q"), ("Assistant", "a"))}, [SYSTEM, Q, A]),
         ({"prompt": "other", **chat(("user", "q"), ("assistant", "a"))}, [Q, A]),
+        ({"instruction": "q", "response": "a"}, [Q, A]),
+        ({"prompt": "q", "completion": "a"}, [Q, A]),
+        ({"question": "q", "answer": "a"}, [Q, A]),
     ],
 )
 def test_each_schema(row, messages):
@@ -54,11 +59,95 @@ def test_assistant_aliases(role):
         ([("human", "q"), ("gpt", "a"), ("human", " \n"), ("gpt", "b")], [Q, A]),
         ([("human", "q"), ("gpt", "a"), ("human", None), ("gpt", "b")], [Q, A]),
         ([("system", ""), ("human", "q"), ("gpt", "a")], [Q, A]),
+        ([("gpt", "x"), ("gpt", "y"), ("human", "q"), ("gpt", "a")], [Q, A]),
+        ([("human", "q"), ("gpt", "a"), ("observation", "o")], [Q, A]),
         ([("human", [{"type": "text", "text": "q"}]), ("gpt", [{"type": "text", "value": "a"}])], [Q, A]),
     ],
 )
 def test_unusable_turns_are_cut(turns, messages):
     assert parse_row(sharegpt(*turns)) == messages
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+CALLED = [Q, Message("assistant", "", (CALL,)), Message("tool", "4"), A]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c", **CALL}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2}'}}]},
+        {"role": "assistant", "content": [{"type": "tool_call", "value": json.dumps(CALL["function"])}]},
+        {"from": "function_call", "value": json.dumps(CALL["function"])},
+    ],
+    ids=["null content", "text arguments", "part", "role"],
+)
+def test_tool_calls(turn):
+    messages = [{"role": "user", "content": "q"}, turn, {"role": "tool", "content": "4"}]
+    assert parse_row({"messages": [*messages, {"role": "assistant", "content": "a"}]}) == CALLED
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "assistant", "content": "a", "reasoning_content": "think"},
+        {"role": "assistant", "content": [{"type": "reasoning", "value": "think"}, {"type": "text", "value": "a"}]},
+    ],
+    ids=["key", "part"],
+)
+def test_reasoning(turn):
+    answer = Message("assistant", "a", reasoning="think")
+    assert parse_row({"messages": [{"role": "user", "content": "q"}, turn]}) == [Q, answer]
+
+
+@pytest.mark.parametrize(
+    ("row", "questions"),
+    [
+        ({"prompt": "q"}, [Q]),
+        ({"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]}, [SYSTEM, Q]),
+        ({"turns": ["q", "r"]}, [Q, Message("user", "r")]),
+        ({"question": "q"}, [Q]),
+        ({"instruction": "q", "context": "c"}, [Message("user", "q\n\nc")]),
+        (chat(("system", "s"), ("user", "q")), [SYSTEM, Q]),
+        (sharegpt(("gpt", "x"), ("human", "q"), ("gpt", "a"), ("human", "r")), [Q, Message("user", "r")]),
+        ({"data": ["q", "", "r"]}, [Q]),
+    ],
+)
+def test_questions_need_no_answers(row, questions):
+    assert parse_questions(row) == questions
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (sharegpt(), "empty conversation"),
+        (chat(("system", "s")), "no user turn"),
+        (chat(("user", "q"), ("assistant", "a"), ("tool", "o"), ("assistant", "a")), "tool turn"),
+        (chat(("user", "q"), ("user", "r"), ("assistant", "a")), "two turns of the same role in a row"),
+    ],
+)
+def test_rows_without_questions(row, reason):
+    with pytest.raises(UnusableRow, match=reason):
+        parse_questions(row)
+
+
+@pytest.mark.parametrize(
+    ("row", "key"),
+    [
+        (sharegpt(("human", "q"), ("hummany", "a")), "conversations[1].from"),
+        (chat(("user", "q"), ("assistant", 4)), "messages[1].content"),
+        ({"messages": [{"role": "user"}]}, "messages[0]"),
+        ({"history": [{"user": 1}]}, "history[0].user"),
+        ({"data": "q"}, "data"),
+        ({"instruction": "q", "output": {}}, "output"),
+        (chat(("user", "q"), ("user", "q"), ("assistant", "a")), "messages"),
+        ({}, "messages"),
+    ],
+)
+def test_the_wrong_key_is_named(row, key):
+    with pytest.raises(UnusableRow) as error:
+        parse_row(row)
+    assert error.value.key == key
 
 
 @pytest.mark.parametrize(
@@ -78,6 +167,10 @@ def test_unusable_turns_are_cut(turns, messages):
         ({"conversations": [{"from": "human"}]}, "turn without text"),
         ({"conversations": [None]}, "turn is not an object"),
         ({"conversations": None}, "no known conversation field"),
+        (chat(("user", "q"), ("tool", "o"), ("assistant", "a")), "tool turn after a user turn"),
+        (sharegpt(("human", "q"), ("function_call", "{")), "tool call that is not JSON"),
+        (sharegpt(("human", "q"), ("function_call", "{}")), "tool call without a name"),
+        ({"prompt": "q"}, "no answered user turn"),
         ({"data": "q"}, "conversation is not a list"),
         ({"history": ["q"]}, "conversation is not a list of objects"),
         ({"text": "### Human: q"}, "no known conversation field"),

@@ -103,7 +103,8 @@ def test_sequences_hold_the_encoded_chats(tokenizer, tmp_path):
 def test_unusable_rows_are_named_with_their_counts(tokenizer, tmp_path):
     rows = [{"id": "a", "conversations": []}, {"id": "b"}, {"id": "c"}]
     with pytest.raises(
-        DraftwrightError, match=r"no usable conversation \(2 × no known conversation field, 1 × empty conversation\)"
+        DraftwrightError,
+        match=r"no usable conversation \(2 × no known conversation field \(line 2, line 3\), 1 × empty conversation ",
     ):
         run(tokenizer, source(tmp_path, rows))
 

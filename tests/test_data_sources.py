@@ -1,3 +1,4 @@
+import gzip
 import json
 from pathlib import Path
 
@@ -12,7 +13,7 @@ ROWS = [{"id": f"r{i}", "conversations": [{"from": "human", "value": "q"}]} for 
 
 def read(path: Path) -> tuple[list, ReadReport]:
     report = ReadReport()
-    return list(open_rows(Source("jsonl", path=str(path)), report)), report
+    return [row for row, _ in open_rows(Source("jsonl", path=str(path)), report)], report
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -82,6 +83,41 @@ def test_array_broken_inside_yields_the_rows_before(tmp_path):
     assert "is broken within the 4096 bytes before byte 40" in report.warnings[0]
 
 
+def test_bad_utf8_inside_an_array_costs_one_row(tmp_path):
+    rows, report = read(write(tmp_path / "a.json", b'[{"id": 1}, {"id": "caf\xe9 \x87"}, {"id": "caf\xc3\xa9"}]'))
+    assert rows == [{"id": 1}, {"id": "café"}]
+    assert report.places == {"row is not UTF-8": ["row 2"]}
+    assert not report.warnings
+
+
+@pytest.mark.parametrize("content", ["\n".join(map(json.dumps, ROWS)), json.dumps(ROWS)], ids=["lines", "array"])
+def test_gzip(tmp_path, content):
+    packed = gzip.compress(content.encode())
+    assert read(write(tmp_path / "chats.jsonl", packed))[0] == ROWS
+    path = write(tmp_path / "cut.jsonl.gz", packed[:-10])
+    rows, report = read(path)
+    assert rows == ROWS[: len(rows)]
+    assert report.warnings == [
+        f"{path} is damaged (Compressed file ended before the end-of-stream marker was reached); its {len(rows)} whole "
+        "rows before that were read"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ('{"id": 1}\nbroken\n', ", line 2: line is not JSON; correct or remove it, or use dataset.strict=false"),
+        ('[{"id": 1}, 7]', ", row 2: row is not an object; correct or remove it, or use dataset.strict=false"),
+        ('[{"id": 1}, {', " is cut off at byte 13; its 1 whole rows before that were read: correct the file, or use "),
+    ],
+)
+def test_strict_stops_at_what_is_broken(tmp_path, content, sentence):
+    path = write(tmp_path / "a.jsonl", content)
+    with pytest.raises(DraftwrightError) as error:
+        list(open_rows(Source("jsonl", path=str(path), strict=True), ReadReport()))
+    assert str(error.value).startswith(f"{path}{sentence}")
+
+
 @pytest.mark.parametrize("make", ["missing", "folder", "empty", "unreadable"])
 def test_unusable_files_are_one_sentence(tmp_path, make, monkeypatch):
     path = tmp_path / "a.jsonl"
@@ -127,7 +163,7 @@ def test_a_folder_with_a_copy_of_the_hubs_data_set_needs_no_network(tmp_path, mo
     )
     write(tmp_path / "copy" / "README.md", front)
     rows = open_rows(Source("x", hub=str(tmp_path / "copy"), split="train_sft"), ReadReport())
-    assert list(rows) == [{"prompt": "a"}, {"prompt": "b"}]
+    assert list(rows) == [({"prompt": "a"}, "row 1"), ({"prompt": "b"}, "row 2")]
 
 
 def test_installed_sharegpt_package():
@@ -142,5 +178,5 @@ def test_installed_sharegpt_package():
 def test_reader_is_lazy(tmp_path):
     path = write(tmp_path / "a.jsonl", '{"id": 1}\nbroken\n')
     report = ReadReport()
-    assert next(read_json(str(path), report)) == {"id": 1}
+    assert next(read_json(str(path), report)) == ({"id": 1}, "line 1")
     assert not report.dropped

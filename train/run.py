@@ -168,6 +168,7 @@ def _prepare(
         max_length=settings.max_length,
         train_tokens=settings.train_tokens and max(settings.train_tokens, counted),
         heldout_tokens=settings.heldout_tokens,
+        cache_dir=settings.cache_dir,
     )
     print("\n".join(prepared.report.lines()))
     forced = structure_tokens(tokenizer, target.spec.eos_token_ids)
