@@ -26,7 +26,7 @@ from wandb.errors import Error as WandbError
 from conf import build_section, plain
 from conf.check import build
 from data.batch import Sequences
-from data.features import FeatureSource, OnlineFeatures, cached_features
+from data.features import FeatureSource, NoFeatures, OnlineFeatures, cached_features
 from data.module import DraftDataModule
 from data.prepare import Prepared, prepare
 from data.vocabulary import DraftVocabulary, build_draft_vocabulary, structure_tokens
@@ -109,8 +109,8 @@ def _train(settings: TrainSettings, config: dict[str, Any]) -> dict[str, Any]:
     copy_weights(settings.init_from, start, draft)
     for name in settings.exports:
         export_draft(draft, name, served(source, target))  # says now what a format can't hold
-    datamodule = _datamodule(settings, target, prepared, draft.taps)
     module = module_factory(draft=draft, target=target)
+    datamodule = _datamodule(settings, target, prepared, draft.taps)  # may capture for long
     clock = TrainingTime()
     trainer = _trainer(settings, datamodule, logger, [RememberSettings(now), clock])
     with _plain_interrupt():
@@ -121,6 +121,12 @@ def _train(settings: TrainSettings, config: dict[str, Any]) -> dict[str, Any]:
     draft.save_pretrained(folder / "draft", readme=card.text())
     print(f"draft written to {folder / 'draft'}")
     metrics = _heldout_metrics(trainer, module, datamodule)
+    tuned = module.export_target(folder / f"{target.spec.name}-{settings.variant.name}", tokenizer)
+    if tuned is not None:
+        print(f"tuned target written to {tuned}")
+        source = dataclasses.replace(source, path=str(tuned), package=None)
+        target, tokenizer = open_target(source)
+        card = dataclasses.replace(card, tuned=True, choose_target=_choose_target(source.path))
     write_readme(folder / "draft", dataclasses.replace(card, metrics=metrics))
     write_record(folder, "run.json", {**record, "metrics": metrics})
     report = _evaluate(settings, source, target, tokenizer, draft, prepared, tree, record["training_seconds"])
@@ -204,6 +210,8 @@ def _datamodule(
     def features(name: str, sequences: Sequences) -> FeatureSource:
         if settings.features == "online":
             return OnlineFeatures(target, sequences, taps)
+        if settings.features == "none":
+            return NoFeatures(sequences)
         return cached_features(target, sequences, taps, settings.cache_dir, name)
 
     return DraftDataModule(
