@@ -20,6 +20,7 @@ from typing import Any
 import datasets
 import torch
 from datasets import Dataset, Features, List, Value
+from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -89,7 +90,8 @@ def encode_rows(encoder: Encoder, rows: Iterator[Row], cache_dir: str | Path | N
         return
     folder = encoder.folder(cache_dir)
     columns = SpinnerColumn(), TextColumn("encoding chats: {task.completed:,.0f}"), TimeElapsedColumn()
-    with Progress(*columns, transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
         while block := list(islice(rows, BLOCK)):
             yield from zip(block, _encode_block(encoder, block, folder), strict=True)
