@@ -70,7 +70,7 @@ def name_of(folder: Path) -> str:
     """The variant of a run, and what else was chosen for it in a sweep."""
     job = folder / "job.json"
     words = json.loads(job.read_text())["overrides"] if job.exists() else [folder.name]
-    return " ".join(word.removeprefix("+variant=") for word in words if not word.startswith("+experiment"))
+    return " ".join(word.removeprefix("+variant=") for word in words if not word.startswith(("+experiment", "logger")))
 
 
 if __name__ == "__main__":
