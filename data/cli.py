@@ -18,6 +18,7 @@ from data.readers import ReadReport
 from data.regenerate import RegenerateSettings, regenerate
 from data.sources import Source
 from data.summary import PrepareSettings, prepare_all, summary_lines
+from spec_decode.packed_linear import pack_linears
 from spec_decode.target_hf import TargetSource, open_target, open_tokenizer
 
 
@@ -64,6 +65,7 @@ def run_regenerate(config: DictConfig) -> None:
     """Let the target answer the chats of a data set."""
     settings, report = build(RegenerateSettings, plain(config)), ReadReport()
     target, tokenizer = open_target(settings.target)
+    pack_linears(target.model)
     tokens = regenerate(target, tokenizer, settings, report)
     for line in report.lines():
         print(line)

@@ -32,6 +32,7 @@ from spec_decode.drafter import Drafter
 from spec_decode.drafters import load_draft
 from spec_decode.errors import DraftwrightError
 from spec_decode.lossy import LossyTypicalAcceptance
+from spec_decode.packed_linear import pack_linears
 from spec_decode.sampling import Sampling
 from spec_decode.target_hf import HFTarget, open_target, tokenizer_fingerprint
 from spec_decode.tree import TreePlan
@@ -78,7 +79,11 @@ def recorded_training_seconds(checkpoint: str) -> float | None:
 
 
 def fit_draft(draft: Drafter, target: HFTarget, tokenizer: PreTrainedTokenizerBase, folder: str) -> None:
-    """Give the draft the target's device, dtype and shared weights; DraftwrightError if it is another target's."""
+    """Make both ready to decode: the draft on the target's device, in its dtype, with its shared weights.
+
+    Raises DraftwrightError if the draft is another target's. On a CPU their weights are packed, so neither can be
+    trained afterwards.
+    """
     config: Any = draft.config
     if config.tokenizer not in ("", tokenizer_fingerprint(tokenizer)):  # an imported draft may not know its tokenizer
         raise DraftwrightError(
@@ -87,6 +92,8 @@ def fit_draft(draft: Drafter, target: HFTarget, tokenizer: PreTrainedTokenizerBa
         )
     draft.to(device=target.device, dtype=target.dtype).eval()
     draft.bind(target)
+    pack_linears(target.model)
+    pack_linears(draft)
 
 
 def evaluate(

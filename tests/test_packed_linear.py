@@ -1,0 +1,55 @@
+"""Linear layers with packed weights compute what plain ones do."""
+
+import pytest
+import torch
+from torch import nn
+
+from spec_decode.packed_linear import PackedLinear, pack_linears
+from spec_decode.target_hf import HFTarget, new_llama
+
+
+def tiny() -> HFTarget:
+    torch.manual_seed(0)
+    return new_llama(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        max_position_embeddings=128,
+    )
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [(1,), (3,), (2, 5), (64,)])
+def test_a_packed_layer_computes_what_the_plain_one_does(bias: bool, rows: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(24, 40, bias=bias)
+    x = torch.randn(*rows, 24)
+    with torch.no_grad():
+        torch.testing.assert_close(PackedLinear(plain)(x), plain(x), rtol=1e-5, atol=1e-6)
+
+
+def test_a_packed_target_keeps_its_parameters_and_its_output() -> None:
+    target, packed = tiny(), tiny()
+    pack_linears(packed.model)
+    assert sum(isinstance(module, PackedLinear) for module in packed.model.modules()) == 2 * 7 + 1
+    assert packed.identity() == target.identity()
+    assert packed.head_weight() is packed.model.get_input_embeddings().weight  # still tied
+    ids = torch.arange(20)[None]
+    theirs, ours = (t.forward(ids, logits=slice(None)).logits for t in (target, packed))
+    assert theirs is not None
+    assert ours is not None
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    pack_linears(packed.model)  # a second time changes nothing
+    again = packed.forward(ids, logits=slice(None)).logits
+    assert again is not None
+    assert torch.equal(again, ours)
+
+
+def test_weights_that_cannot_be_packed_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    pack_linears(model)
+    x = torch.randn(2, 4, dtype=torch.float64)
+    assert model(x).dtype == torch.float64
