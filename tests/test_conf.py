@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
+import torch
 from hydra import compose, initialize_config_module
 from hydra.errors import InstantiationException
 from hydra.types import RunMode
@@ -183,7 +184,15 @@ def test_mistake_inside_an_instantiated_class_is_told() -> None:
     assert conf.one_sentence("train", error) == "one sentence"
 
 
-def test_trainer_decides_what_suits_its_device() -> None:
+@pytest.mark.parametrize(
+    ("bfloat16", "dtype", "precision"), [(True, "bfloat16", "bf16-mixed"), (False, "float32", "32-true")]
+)
+def test_trainer_decides_what_suits_its_device(
+    bfloat16: bool, dtype: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bfloat16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     cpu, gpu = (_compose("train", "+variant=eagle3", f"trainer={name}") for name in ("cpu", "gpu"))
-    assert (cpu.target.dtype, cpu.eval.dtype, cpu.module.steps) == ("bfloat16", "float32", 3)
+    assert (cpu.target.dtype, cpu.eval.dtype, cpu.module.steps) == (dtype, "float32", 3)
+    assert cpu.trainer.precision == precision
     assert (gpu.target.dtype, gpu.eval.dtype, gpu.module.steps) == ("bfloat16", "bfloat16", 7)

@@ -40,6 +40,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, make_world: Callable[[Path],
 def _command(*words: str) -> list[str]:
     fixed = ["target=hf", "target.path=target", "target.dtype=float32", "dataset=jsonl", "dataset.path=chats.jsonl"]
     fixed.append("dataset.decontaminate=null")  # the hub isn't asked
+    fixed.append("trainer.precision=bf16-mixed")  # the default depends on the machine
     small = ["tokens_per_batch=64", "train_tokens=600", "heldout_tokens=60", "max_length=64", "draft_vocab_size=40"]
     brief = ["epochs=10", "trainer.log_every_n_steps=2", "trainer.val_check_interval=5", "eval.max_new_tokens=4"]
     return [sys.executable, "-m", "train", "+variant=eagle3", *fixed, *small, *brief, "module.steps=2", *words]
