@@ -1,7 +1,7 @@
 """Attention of training-time test: a row sees the first pass causally and its own later states.
 
 At step i, row t attends to K_0[0..t] and to K_1[t], ..., K_i[t], in one softmax. The own columns are kept apart as
-[rows, i] scores, so no [T, i * T] mask or score matrix ever exists.
+[rows, i] scores, so no [T, i * T] mask or score matrix ever exists. A GPU gets the same from train/flex.py.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from train.flex import flex_unrolled_attention
 
 QUERY_ROWS = 256  # query rows per block; a block sees only the keys up to its last row
 RECOMPUTE_SCORES = 1 << 20  # blocks with more scores than this are recomputed in the backward pass
@@ -52,6 +54,10 @@ def unrolled_attention(
     [i, R, kv_heads, d] of the selected rows at steps 1 to i -> [R, heads * d].
 
     own_visible: bool [R, i], which of its own columns a row sees; None for all."""
+    if q.is_cuda and blocks:
+        sizes = torch.tensor([block.last - block.first for block in blocks])
+        starts = torch.tensor([block.start for block in blocks]).repeat_interleave(sizes).to(q.device)
+        return flex_unrolled_attention(q, k0, v0, own_k, own_v, rows, starts, own_visible)
     outputs = []
     for block in blocks:
         queries = slice(block.first, block.last)
