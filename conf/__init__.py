@@ -36,13 +36,10 @@ _PLUGINS = {
 
 
 def if_bfloat16(then: str, otherwise: str) -> str:
-    """`then` on a machine that multiplies in bfloat16: one with a GPU, or with AVX-512's instructions for it.
+    """`then` on a machine that multiplies in bfloat16. In YAML: ${if_bfloat16:bfloat16,float32}."""
+    from spec_decode.hardware import multiplies_bfloat16  # torch takes seconds, and most configs don't ask
 
-    Elsewhere bfloat16 takes eight times as long as fp32. In YAML: ${if_bfloat16:bfloat16,float32}.
-    """
-    import torch  # takes seconds, and most configs don't ask
-
-    return then if torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported() else otherwise
+    return then if multiplies_bfloat16() else otherwise
 
 
 OmegaConf.register_new_resolver("if_bfloat16", if_bfloat16, replace=True)

@@ -1,4 +1,5 @@
 import copy
+import math
 
 import pytest
 import torch
@@ -52,7 +53,22 @@ def test_frozen_parameters_are_left_out_and_rates_follow_the_kind(net: Net) -> N
     assert [group["weight_decay"] for group in groups] == [0.1, 0.1, 0.0]
 
 
-def test_one_optimizer_equals_the_two_run_separately(net: Net) -> None:
+@pytest.mark.parametrize("bfloat16", [True, False])
+def test_muon_multiplies_in_fp32_where_bfloat16_is_slow(
+    bfloat16: bool, net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.optim.multiplies_bfloat16", lambda device: bfloat16)
+    before, optimizer = net.fc.weight.detach().clone(), _muon(net)
+    _backward(net, 0)
+    optimizer.step()
+    update = (net.fc.weight.detach() - before * (1 - 0.02 * 0.1)) / (-0.02 * 0.2 * math.sqrt(8))
+    rounded = update.bfloat16().float()
+    assert torch.allclose(update, rounded, rtol=0, atol=1e-5) is bfloat16  # Newton-Schulz ended in that dtype
+    assert torch.linalg.svdvals(update)[:6] == pytest.approx([0.9] * 6, abs=0.35)
+
+
+def test_one_optimizer_equals_the_two_run_separately(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.optim.multiplies_bfloat16", lambda device: True)
     twin = copy.deepcopy(net)
     ours = _muon(net)
     muon = torch.optim.Muon([twin.fc.weight], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.overrides import TorchFunctionMode
 
 from spec_decode.errors import DraftwrightError
+from spec_decode.hardware import multiplies_bfloat16
 
 Named = tuple[str, nn.Parameter]
 _VOCABULARY_SIDE = {"lm_head", "embed_tokens"}  # one row per token: orthogonalising them would mix tokens
@@ -45,9 +48,20 @@ class MuonAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for part in self._parts:
-            part.step()
+        device = self.param_groups[0]["params"][0].device
+        with nullcontext() if multiplies_bfloat16(device) else _NoBfloat16():
+            for part in self._parts:
+                part.step()
         return loss
+
+
+class _NoBfloat16(TorchFunctionMode):
+    """torch's Muon iterates in bfloat16, which takes longer than all else of a step where the CPU can't multiply it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.bfloat16:
+            return args[0].clone()
+        return func(*args, **(kwargs or {}))
 
 
 def build_optimizer(
