@@ -24,7 +24,7 @@ from spec_decode.checkpoint import open_draft, save_draft
 from spec_decode.drafter import VocabularyDrafter, check_sizes
 from spec_decode.errors import DraftwrightError, check_positive, check_type
 from spec_decode.growth import LevelMask, grow
-from spec_decode.layers import GatedMLP, Rope, attend
+from spec_decode.layers import FrozenHead, GatedMLP, Rope, attend
 from spec_decode.sampling import GREEDY, Sampling
 from spec_decode.target import Target, TargetOutput, TargetSpec
 from spec_decode.tree import Tree, TreePlan
@@ -162,12 +162,9 @@ class FeatureDrafter(VocabularyDrafter):
         super().__init__(config)
         self._embed: Callable[[Tensor], Tensor] | None = None
         if self.shares_head:
-            rows = torch.zeros(config.draft_vocab_size, config.hidden_size)
-            self.register_buffer("target_rows", rows, persistent=False)
+            self.frozen_head = FrozenHead(config.hidden_size, config.draft_vocab_size)
         else:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-
-    target_rows: Tensor
 
     def bind(self, target: Target) -> None:
         check_sizes(self.config, target.spec)
@@ -180,7 +177,11 @@ class FeatureDrafter(VocabularyDrafter):
             self.heads()[0].copy_(head_weight.detach()[self.vocabulary().to(head_weight.device)])
 
     def heads(self) -> list[Tensor]:
-        return [self.target_rows if self.shares_head else self.lm_head.weight]
+        return [self._head.weight]  # type: ignore[list-item]
+
+    @property
+    def _head(self) -> nn.Module:
+        return self.frozen_head if self.shares_head else self.lm_head
 
     # --- computing -------------------------------------------------------------------------------------------------
 
@@ -245,7 +246,7 @@ class FeatureDrafter(VocabularyDrafter):
 
     def _log_q(self, read: Tensor) -> Tensor:
         """[M, H] -> log-probabilities [M, V_draft]."""
-        return F.linear(read, self.heads()[0]).float().log_softmax(-1)
+        return self._head(read).float().log_softmax(-1)
 
     # --- files -----------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,19 @@ class GatedMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class FrozenHead(nn.Module):
+    """The target's rows of the draft vocabulary as a head, [..., H] -> [..., V_draft]: neither trained nor stored."""
+
+    weight: Tensor
+
+    def __init__(self, hidden_size: int, vocab_size: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.zeros(vocab_size, hidden_size), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
 _ROPE_KEYS = {
     "default": {"rope_theta"},
     "linear": {"rope_theta", "factor"},

@@ -9,33 +9,36 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from spec_decode.layers import FrozenHead
+
 _ROWS = 8  # what oneDNN chooses the layout for; every number of rows can use it
 
 
-class PackedLinear(nn.Linear):
-    """A linear layer for inference: the same parameters, and beside them a packed copy of the weight."""
+class PackedLinear(nn.Module):
+    """A linear layer for inference: the same weights, and beside them a packed copy."""
 
-    packed: Tensor
+    weight: Tensor
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear | FrozenHead) -> None:
         """Raises RuntimeError where oneDNN can't pack this dtype on this CPU."""
-        super().__init__(linear.in_features, linear.out_features, device="meta")
-        self.weight, self.bias = linear.weight, linear.bias
+        super().__init__()
+        self._parameters, self._buffers = linear._parameters, linear._buffers
+        self._non_persistent_buffers_set = linear._non_persistent_buffers_set
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self._parameters.get("bias"), "none", [], "")
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Replace the linear layers of a model that will neither be trained nor moved any more, in place.
+    """Replace the linear layers of a model, in place. Nothing may train, move or bind it to another target any more.
 
     Does nothing for weights that are not on a CPU, or of a dtype that can't be packed there. Costs a second copy of
     the weights in memory.
     """
     for module in list(model.modules()):
         for name, child in module.named_children():
-            if type(child) is nn.Linear and child.weight.device.type == "cpu":
+            if isinstance(child, nn.Linear | FrozenHead) and child.weight.device.type == "cpu":
                 try:
                     setattr(module, name, PackedLinear(child))
                 except RuntimeError:  # bfloat16 without AVX-512

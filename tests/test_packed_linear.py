@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from spec_decode.layers import FrozenHead
 from spec_decode.packed_linear import PackedLinear, pack_linears
 from spec_decode.target_hf import HFTarget, new_llama
 
@@ -53,3 +54,16 @@ def test_weights_that_cannot_be_packed_stay(monkeypatch: pytest.MonkeyPatch) -> 
     pack_linears(model)
     x = torch.randn(2, 4, dtype=torch.float64)
     assert model(x).dtype == torch.float64
+
+
+def test_a_frozen_head_is_packed_and_still_not_stored() -> None:
+    torch.manual_seed(0)
+    draft = nn.Module()
+    draft.frozen_head = FrozenHead(8, 16)
+    draft.frozen_head.weight.normal_()
+    x, weight = torch.randn(3, 8), draft.frozen_head.weight
+    pack_linears(draft)
+    assert isinstance(draft.frozen_head, PackedLinear)
+    torch.testing.assert_close(draft.frozen_head(x), x @ weight.T)
+    assert draft.state_dict() == {}
+    assert draft.frozen_head.weight is weight

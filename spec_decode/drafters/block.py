@@ -26,14 +26,13 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from spec_decode.checkpoint import open_draft, save_draft
 from spec_decode.drafter import VocabularyDrafter, check_sizes
 from spec_decode.errors import DraftwrightError, check_positive, check_type, type_error
 from spec_decode.feature_drafter import DraftAttention, FeatureDraftConfig
 from spec_decode.growth import grow, same_children
-from spec_decode.layers import GatedMLP, attend
+from spec_decode.layers import FrozenHead, GatedMLP, attend
 from spec_decode.sampling import GREEDY, Sampling
 from spec_decode.target import Target, TargetOutput, TargetSpec, check_taps, default_taps
 from spec_decode.tree import Tree, TreePlan
@@ -142,11 +141,8 @@ class BlockDraft(VocabularyDrafter):
         self.norm = nn.RMSNorm(size, eps)
         if config.mask_token is None:
             self.mask = nn.Parameter(0.02 * torch.randn(size))
-        rows = torch.zeros(config.draft_vocab_size, size)
-        self.register_buffer("target_rows", rows, persistent=False)
+        self.frozen_head = FrozenHead(size, config.draft_vocab_size)
         self._embed: Callable[[Tensor], Tensor] | None = None
-
-    target_rows: Tensor
 
     def bind(self, target: Target) -> None:
         check_sizes(self.config, target.spec)
@@ -155,10 +151,10 @@ class BlockDraft(VocabularyDrafter):
         self.init_head(target.head_weight())
 
     def init_head(self, head_weight: Tensor) -> None:
-        self.target_rows.copy_(head_weight.detach()[self.vocabulary().to(head_weight.device)])
+        self.frozen_head.weight.copy_(head_weight.detach()[self.vocabulary().to(head_weight.device)])
 
     def heads(self) -> list[Tensor]:
-        return [self.target_rows]
+        return [self.frozen_head.weight]
 
     # --- computing -------------------------------------------------------------------------------------------------
 
@@ -186,7 +182,7 @@ class BlockDraft(VocabularyDrafter):
 
     def start(self, output: TargetOutput, ids: Tensor) -> BlockState:
         assert output.features is not None
-        empty = self.target_rows.new_empty(self.config.num_kv_heads, 0, self.config.head_dim)
+        empty = self.frozen_head.weight.new_empty(self.config.num_kv_heads, 0, self.config.head_dim)
         return BlockState([empty] * len(self.layers), [empty] * len(self.layers), output.features[0])
 
     def propose(
@@ -198,7 +194,7 @@ class BlockDraft(VocabularyDrafter):
         generator: torch.Generator | None = None,
     ) -> Tree:
         plan = plan.cut(self.config.num_drafts)
-        logits = F.linear(self.run_block(state, root)[: plan.depth], self.target_rows)
+        logits = self.frozen_head(self.run_block(state, root)[: plan.depth])
         logp = logits.float().log_softmax(-1)
         step, vocabulary = same_children(logp[1:]), self.draft_vocabulary()
         return grow(logp[0], step, plan, root, vocabulary, sampling=sampling, generator=generator)
@@ -216,19 +212,17 @@ class BlockDraft(VocabularyDrafter):
         """
         past, new = state.keys[0].shape[1], len(state.features)
         context, state.features = self.fuse(state.features), state.features[:0]
-        rows = torch.arange(past, past + new, device=context.device)
-        slots = torch.arange(past + new, past + new + self.config.block_size, device=context.device)
+        positions = torch.arange(past, past + new + self.config.block_size, device=context.device)
+        slots = positions[new:]
         visible = _causal(past + new, len(slots), context.device) if self.config.causal else None
         x = self.inputs(torch.tensor([root], device=context.device))[0]
         for index, layer in enumerate(self.layers):
             attention = layer.self_attn
-            key, value = attention.key_value(context, rows)
-            state.keys[index] = torch.cat((state.keys[index], key.transpose(0, 1)), dim=1)
-            state.values[index] = torch.cat((state.values[index], value.transpose(0, 1)), dim=1)
             normed = layer.input_layernorm(x)
-            key, value = attention.key_value(normed, slots)
+            key, value = attention.key_value(torch.cat((context, normed)), positions)
             keys = torch.cat((state.keys[index], key.transpose(0, 1)), dim=1)
             values = torch.cat((state.values[index], value.transpose(0, 1)), dim=1)
+            state.keys[index], state.values[index] = keys[:, : past + new], values[:, : past + new]
             attended = attend(attention.query(normed, slots), keys, values, visible)
             x = layer.outputs(x, attended)
         return self.outputs(x[None])[0]

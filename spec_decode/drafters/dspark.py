@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from spec_decode.drafters.block import BlockConfig, BlockDraft, BlockState
 from spec_decode.errors import DraftwrightError, check_positive, check_type
@@ -66,7 +65,7 @@ class DSparkDraft(BlockDraft):
         self.confidence = nn.Parameter(torch.zeros(config.hidden_size + config.markov_rank))
 
     def heads(self) -> list[Tensor]:
-        return [torch.cat((self.target_rows, self.markov_head.lm_head.weight), dim=1)]
+        return [torch.cat((self.frozen_head.weight, self.markov_head.lm_head.weight), dim=1)]
 
     def joined(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """What the head reads: h [..., H] and the target ids [...] before the predicted tokens -> [..., H + r]."""
@@ -84,7 +83,7 @@ class DSparkDraft(BlockDraft):
         step = _TreeStep(self, self.run_block(state, root)[: plan.depth])
         if not step.confident([root])[0]:
             return Tree.of_root(root)
-        anchor = torch.tensor([root], device=self.target_rows.device)
+        anchor = torch.tensor([root], device=self.confidence.device)
         return grow(
             step(anchor, anchor)[0],
             step,
@@ -102,7 +101,7 @@ class _TreeStep:
 
     def __init__(self, draft: DSparkDraft, hidden: Tensor) -> None:
         self.draft, self.hidden, self.depth = draft, hidden, 0
-        self.logits = F.linear(hidden, draft.target_rows)
+        self.logits = draft.frozen_head(hidden)
 
     def __call__(self, tokens: Tensor, _parent_rows: Tensor) -> Tensor:
         """Target ids [M] -> log-probabilities [M, V_draft]."""
