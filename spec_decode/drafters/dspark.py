@@ -31,7 +31,7 @@ class DSparkConfig(BlockConfig):
     """Everything that shapes a DSpark draft. confidence_threshold: below it nothing is drafted; 0 drafts always."""
 
     shifted: bool = True
-    markov_rank: int = 256
+    markov_rank: int = 64
     confidence_threshold: float = 0.0
 
     def __post_init__(self) -> None:
