@@ -21,13 +21,15 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from data import regenerate as module
+from data import answer_target
+from data import regenerate as regenerate_module
+from data.answer_file import AnswerFile, chat_row, read_rows
 from data.chat import encode_chat, encode_prompt
 from data.cli import main
 from data.messages import Message
 from data.prepare import encoded_chats, prepare
 from data.readers import ReadReport
-from data.regenerate import RegenerateSettings, regenerate
+from data.regenerate import RegenerateSettings, open_answerer, regenerate
 from data.sources import Source
 from spec_decode.decode import plain_decode
 from spec_decode.errors import DraftwrightError
@@ -105,12 +107,14 @@ def settings(folder: Path, tmp_path: Path, write: Callable[[Rows], Path]) -> Reg
 
 
 @pytest.fixture
-def run(opened: Any, settings: RegenerateSettings) -> Callable[..., tuple[Rows, ReadReport]]:
+def run(opened: Any, settings: RegenerateSettings, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """run(**changes of the settings) -> (the lines of the output, the report)."""
+    monkeypatch.setattr(regenerate_module, "open_target", lambda _: opened)
+    monkeypatch.setattr(regenerate_module, "pack_linears", lambda _: None)
 
     def go(**changes: Any) -> tuple[Rows, ReadReport]:
         report, now = ReadReport(), dataclasses.replace(settings, **changes)
-        regenerate(opened[0], opened[1], now, report)
+        regenerate(*open_answerer(now), now, report)
         return lines(now.output), report
 
     return go
@@ -260,7 +264,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, list[list[in
                 request.finished = request.tokens[-1] in STOP
                 yield request
 
-        monkeypatch.setattr(module, "generate", generate)
+        monkeypatch.setattr(answer_target, "generate", generate)
 
     return script
 
@@ -279,15 +283,15 @@ def test_an_answer_without_text_ends_the_chat_before_it(run: Any, write: Any, an
 
 
 def test_a_character_that_the_limit_cut_is_left_out(
-    opened: Any, settings: RegenerateSettings, write: Any, answers: Any, tokenizer: PreTrainedTokenizerFast
+    run: Any, opened: Any, monkeypatch: Any, write: Any, answers: Any, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """On bytes as tokens: the last of three bytes of € is missing."""
     write([row(0, turns=1), row(1, turns=1)])
     euro = tokenizer("a€", add_special_tokens=False)["input_ids"]
     broken = tokenizer("\ufffd", add_special_tokens=False)["input_ids"]
     answers({0: [euro[:-1]], 1: [[*broken, 1]]})
-    regenerate(opened[0], tokenizer, settings, ReadReport())
-    assert [texts(line)[1] for line in lines(settings.output)] == ["a", "\ufffd"]
+    monkeypatch.setattr(regenerate_module, "open_target", lambda _: (opened[0], tokenizer))
+    assert [texts(line)[1] for line in run()[0]] == ["a", "\ufffd"]
 
 
 # --- training on it --------------------------------------------------------------------------------------------------
@@ -375,12 +379,12 @@ def test_ids_survive_so_the_split_stays_the_same(
 
 
 def test_a_killed_command_goes_on_without_loss_or_duplicates(
-    folder: Path, opened: Any, settings: RegenerateSettings, write: Any, tmp_path: Path
+    folder: Path, run: Any, settings: RegenerateSettings, write: Any, tmp_path: Path
 ) -> None:
     write([row(i, turns=1 + i % 3, id=f"id{i}") for i in range(90)])
     sampled: dict[str, Any] = {"temperature": 1.0, "top_k": 20, "max_new_tokens": 15, "slots": 3}
-    whole = dataclasses.replace(settings, output=tmp_path / "whole.jsonl", **sampled)
-    regenerate(opened[0], opened[1], whole, ReadReport())
+    run(output=tmp_path / "whole.jsonl", **sampled)
+    whole = (tmp_path / "whole.jsonl").read_text()
 
     command = [sys.executable, "-m", "data", "regenerate", "target=hf", f"target.path={folder / 'target'}"]
     command += ["target.dtype=float64", "dataset=jsonl", f"dataset.path={settings.dataset.path}"]
@@ -400,15 +404,16 @@ def test_a_killed_command_goes_on_without_loss_or_duplicates(
     process.wait(timeout=60)
     found = settings.output.read_bytes()
     kept = [json.loads(line)["row"] for line in found.splitlines(keepends=True) if line.endswith(b"\n")]
-    left = len(lines(whole.output)) - len(kept)
+    left = len(whole.splitlines()) - len(kept)
     assert len(kept) > 3
     assert left > 3
 
     result = subprocess.run(command, capture_output=True, timeout=300, check=False, **options)
     assert result.returncode == 0, result.stderr[-3000:]
     assert f"{left} conversations kept, " in result.stdout
-    assert settings.output.read_text() == whole.output.read_text()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["chats.jsonl", "own.jsonl", "whole.jsonl"]
+    assert settings.output.read_text() == whole
+    names = ["chats.jsonl", *(f"{name}.jsonl{end}" for name in ("own", "whole") for end in ("", ".run"))]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 def test_a_torn_last_line_is_removed(run: Any, settings: RegenerateSettings) -> None:
@@ -417,7 +422,7 @@ def test_a_torn_last_line_is_removed(run: Any, settings: RegenerateSettings) -> 
     last = whole.rstrip().rindex(b"\n") + 1
     for cut in (last, last + 1, last + 5, last + 9, len(whole) - 20, len(whole) - 1):
         settings.output.write_bytes(whole[:cut])
-        assert module.read_done(settings.output) == {0, 1, 2, 3, 4}
+        assert read_rows(settings.output, chat_row) == {0, 1, 2, 3, 4}
         assert settings.output.read_bytes() == whole[:last]
         settings.output.write_bytes(whole[:cut])
         run(limit=6)
@@ -467,7 +472,7 @@ def test_a_full_disk_keeps_what_is_written(
 ) -> None:
     whole, _ = run()
     settings.output.unlink()
-    count, write_line = iter(range(100)), module._write
+    count, write_line = iter(range(100)), AnswerFile.add
 
     def fail(*arguments: Any) -> None:
         if next(count) == 5:
@@ -475,7 +480,7 @@ def test_a_full_disk_keeps_what_is_written(
         write_line(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_write", fail)
+        patch.setattr(AnswerFile, "add", fail)
         with pytest.raises(
             DraftwrightError, match=r"own.jsonl .*No space left on device.*: free space, or .* is kept$"
         ):
