@@ -43,8 +43,11 @@ class Server:
 
     @property
     def base(self) -> str:
-        """The address that endpoints are below of."""
-        url = httpx2.URL(self.url)
+        """The address that the endpoints lie below. Raises DraftwrightError if `url` is none."""
+        try:
+            url = httpx2.URL(self.url)
+        except httpx2.InvalidURL:
+            url = httpx2.URL()
         if url.scheme not in ("http", "https") or not url.host:
             raise DraftwrightError(f"server={self.url} is no address: pass one like server=http://127.0.0.1:8000")
         return str(url).rstrip("/") if url.path.strip("/") else f"{str(url).rstrip('/')}/v1"

@@ -105,7 +105,7 @@ def regenerate(answerer: Answerer, identity: dict[str, Any], settings: Regenerat
     tokens = 0
     try:
         with AnswerFile(settings.output, identity | settings.fingerprint()) as file, _progress() as bar:
-            task = bar.add_task("answering", total=settings.limit, completed=len(file.done), speed=0.0)
+            task = bar.add_task("answering", total=_total(settings), completed=len(file.done), speed=0.0)
             fresh = (Dialogue(row, settings.turns) for row in rows if row.number not in file.done)
             for answer in answerer(fresh):
                 tokens += answer.tokens
@@ -156,6 +156,14 @@ def _some(rows: Iterator[Row], source: Source, report: ReadReport) -> Iterator[R
             "`messages`, `conversations` or `prompt` that hold a user turn"
         )
     return chain([first], rows)
+
+
+def _total(settings: RegenerateSettings) -> int | None:
+    """Number of chats in the end, to tell the time left; a data set on the hub isn't read twice for that."""
+    if local_file(settings.dataset) is None:
+        return settings.limit
+    rows = usable_rows(settings.dataset, ReadReport(), parse_questions)
+    return sum(1 for _ in islice(rows, settings.limit))
 
 
 def _identity(source: Source) -> str:
