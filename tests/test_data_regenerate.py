@@ -438,6 +438,67 @@ def test_lines_in_another_order_are_put_in_the_sources(run: Any, settings: Regen
     assert settings.output.read_bytes() == whole
 
 
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"temperature": 0.5}, "temperature=0.0, not 0.5"),
+        ({"top_k": 3}, "top_k=0, not 3"),
+        ({"top_p": 0.5}, "top_p=1.0, not 0.5"),
+        ({"seed": 1}, "seed=0, not 1"),
+        ({"turns": 1}, "turns=null, not 1"),
+        ({"max_length": 61}, "max_length=60, not 61"),
+        ({"max_new_tokens": 8}, "max_new_tokens=9, not 8"),
+    ],
+    ids=str,
+)
+def test_other_settings_do_not_continue_a_file(run: Any, settings: Any, changes: Any, sentence: str) -> None:
+    run(limit=3)
+    before = settings.output.read_bytes()
+    with pytest.raises(DraftwrightError, match=rf"own.jsonl was written with {sentence}: .* choose another output=FIL"):
+        run(**changes)
+    assert settings.output.read_bytes() == before
+    assert len(run(limit=5, slots=2)[0]) == 5  # how many, and how many at once, don't change answers
+
+
+def test_other_data_and_other_targets_do_not_continue_a_file(
+    run: Any, write: Any, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(limit=3)
+    write(CHATS[1:])
+    with pytest.raises(DraftwrightError, match=r"was written with dataset=chats.jsonl \w+, not chats.jsonl \w+: "):
+        run()
+    write(CHATS)
+    monkeypatch.setattr(opened[0], "identity", lambda: "another")
+    with pytest.raises(DraftwrightError, match=r"was written with target=target \w+, not target another: "):
+        run()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{}\n", b"[1]\n", b"\xff\n"], ids=str)
+def test_answers_of_unknown_settings_are_not_continued(run: Any, settings: Any, content: bytes | None) -> None:
+    run(limit=3)
+    beside = settings.output.with_name("own.jsonl.run")
+    beside.unlink() if content is None else beside.write_bytes(content)
+    with pytest.raises(DraftwrightError, match=r"can't be continued, since own.jsonl.run, .* choose another output=F"):
+        run()
+
+
+def test_a_dropped_chat_is_not_asked_again(
+    run: Any, settings: Any, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, report = run()
+    assert report.dropped == {"answer without text": 1}
+    beside = settings.output.with_name("own.jsonl.run")
+    noted = beside.read_bytes()
+    assert noted.endswith(b'{"row": 9, "dropped": "answer without text"}\n')
+    for torn in (noted[:-1], noted[:-20]):  # noted again
+        beside.write_bytes(torn)
+        assert run()[0] == written
+        assert beside.read_bytes() == noted
+    monkeypatch.setattr(opened[0], "forward", lambda *_, **__: pytest.fail("the target ran"))
+    again, report = run()
+    assert (again, report.kept, report.dropped) == (written, 0, {})
+
+
 FOREIGN = {
     "an array on one line": b'[{"messages": [{"role": "user", "content": "w1"}]}]',
     "an object on one line": b'{"messages": [{"role": "user", "content": "w1"}]}',
