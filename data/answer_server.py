@@ -7,6 +7,7 @@ a chat that gets no answer even so is left for another run. The server's own lim
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
@@ -25,6 +26,8 @@ TRIES = 7  # of each request: the last one half a minute after the first
 GIVE_UP = 16  # chats in a row without an answer: the server is gone
 _LATER = {408, 429}  # and 5xx: what another try may get
 _DENIED = {401: "refuses the key", 403: "refuses the key", 404: "has no such model or no chat completions"}
+
+logging.getLogger("httpx2").setLevel(logging.WARNING)  # not a line for each request
 
 
 @dataclass(frozen=True)
