@@ -15,11 +15,10 @@ from conf.check import Between, Positive, build
 from data.inspect import print_chats
 from data.prepare import encoded_chats
 from data.readers import ReadReport
-from data.regenerate import RegenerateSettings, regenerate
+from data.regenerate import RegenerateSettings, open_answerer, regenerate
 from data.sources import Source
 from data.summary import PrepareSettings, prepare_all, summary_lines
-from spec_decode.packed_linear import pack_linears
-from spec_decode.target_hf import TargetSource, open_target, open_tokenizer
+from spec_decode.target_hf import TargetSource, open_tokenizer
 
 
 @dataclass(frozen=True)
@@ -62,11 +61,9 @@ def run_prepare(config: DictConfig) -> None:
 
 
 def run_regenerate(config: DictConfig) -> None:
-    """Let the target answer the chats of a data set."""
+    """Let the target answer the chats of a data set, here or on a server."""
     settings, report = build(RegenerateSettings, plain(config)), ReadReport()
-    target, tokenizer = open_target(settings.target)
-    pack_linears(target.model)
-    tokens = regenerate(target, tokenizer, settings, report)
+    tokens = regenerate(*open_answerer(settings), settings, report)
     for line in report.lines():
         print(line)
     print(f"{tokens:,} tokens written to {settings.output}")

@@ -50,15 +50,23 @@ def open_rows(source: Source, report: ReadReport) -> Iterator[tuple[dict[str, An
 
     Raises DraftwrightError when the source is missing, empty or out of reach, and in a strict one at what is broken.
     """
+    file = local_file(source)
+    report.strict = str(file or source.hub) if source.strict else ""
+    if file is not None:
+        return read_json(str(file), report)
+    rows = load_from_hub(str(source.hub), None, source.split, "dataset.hub=FOLDER", streaming=True)
+    return ((row, f"row {number}") for number, row in enumerate(rows, 1))
+
+
+def local_file(source: Source) -> Path | None:
+    """The file that holds a source's rows; None for the hub. Raises DraftwrightError if it can't be read."""
     if source.path is not None:
-        return _local(Path(source.path).expanduser(), "dataset.path", source, report)
+        return check_file(Path(source.path).expanduser(), "dataset.path")
     if source.hub is not None:
-        report.strict = source.hub if source.strict else ""
-        rows = load_from_hub(source.hub, None, source.split, "dataset.hub=FOLDER", streaming=True)
-        return ((row, f"row {number}") for number, row in enumerate(rows, 1))
+        return None
     if source.package is not None:
         file, _ = packaged_file(source.package, (".json", ".jsonl"), "pass another file as dataset.path=FILE")
-        return _local(file, f"the package {source.package}", source, report)
+        return check_file(file, f"the package {source.package}")
     raise DraftwrightError(f"dataset={source.name} needs a file: pass dataset.path=FILE.jsonl")
 
 
@@ -75,11 +83,6 @@ def check_file(path: Path, key: str) -> Path:
     except OSError as error:
         raise DraftwrightError(f"the file {path} cannot be read ({error.strerror}): correct {key}") from error
     return path
-
-
-def _local(path: Path, key: str, source: Source, report: ReadReport) -> Iterator[tuple[dict[str, Any], str]]:
-    report.strict = str(path) if source.strict else ""
-    return read_json(str(check_file(path, key)), report)
 
 
 def load_from_hub(name: str, config: str | None, split: str, instead: str, **options: Any) -> Iterator[dict[str, Any]]:

@@ -21,13 +21,15 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from data import regenerate as module
+from data import answer_target
+from data import regenerate as regenerate_module
+from data.answer_file import AnswerFile, chat_row, read_rows
 from data.chat import encode_chat, encode_prompt
 from data.cli import main
 from data.messages import Message
 from data.prepare import encoded_chats, prepare
 from data.readers import ReadReport
-from data.regenerate import RegenerateSettings, regenerate
+from data.regenerate import RegenerateSettings, open_answerer, regenerate
 from data.sources import Source
 from spec_decode.decode import plain_decode
 from spec_decode.errors import DraftwrightError
@@ -105,12 +107,14 @@ def settings(folder: Path, tmp_path: Path, write: Callable[[Rows], Path]) -> Reg
 
 
 @pytest.fixture
-def run(opened: Any, settings: RegenerateSettings) -> Callable[..., tuple[Rows, ReadReport]]:
+def run(opened: Any, settings: RegenerateSettings, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """run(**changes of the settings) -> (the lines of the output, the report)."""
+    monkeypatch.setattr(regenerate_module, "open_target", lambda _: opened)
+    monkeypatch.setattr(regenerate_module, "pack_linears", lambda _: None)
 
     def go(**changes: Any) -> tuple[Rows, ReadReport]:
         report, now = ReadReport(), dataclasses.replace(settings, **changes)
-        regenerate(opened[0], opened[1], now, report)
+        regenerate(*open_answerer(now), now, report)
         return lines(now.output), report
 
     return go
@@ -260,7 +264,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, list[list[in
                 request.finished = request.tokens[-1] in STOP
                 yield request
 
-        monkeypatch.setattr(module, "generate", generate)
+        monkeypatch.setattr(answer_target, "generate", generate)
 
     return script
 
@@ -279,15 +283,15 @@ def test_an_answer_without_text_ends_the_chat_before_it(run: Any, write: Any, an
 
 
 def test_a_character_that_the_limit_cut_is_left_out(
-    opened: Any, settings: RegenerateSettings, write: Any, answers: Any, tokenizer: PreTrainedTokenizerFast
+    run: Any, opened: Any, monkeypatch: Any, write: Any, answers: Any, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """On bytes as tokens: the last of three bytes of € is missing."""
     write([row(0, turns=1), row(1, turns=1)])
     euro = tokenizer("a€", add_special_tokens=False)["input_ids"]
     broken = tokenizer("\ufffd", add_special_tokens=False)["input_ids"]
     answers({0: [euro[:-1]], 1: [[*broken, 1]]})
-    regenerate(opened[0], tokenizer, settings, ReadReport())
-    assert [texts(line)[1] for line in lines(settings.output)] == ["a", "\ufffd"]
+    monkeypatch.setattr(regenerate_module, "open_target", lambda _: (opened[0], tokenizer))
+    assert [texts(line)[1] for line in run()[0]] == ["a", "\ufffd"]
 
 
 # --- training on it --------------------------------------------------------------------------------------------------
@@ -375,12 +379,12 @@ def test_ids_survive_so_the_split_stays_the_same(
 
 
 def test_a_killed_command_goes_on_without_loss_or_duplicates(
-    folder: Path, opened: Any, settings: RegenerateSettings, write: Any, tmp_path: Path
+    folder: Path, run: Any, settings: RegenerateSettings, write: Any, tmp_path: Path
 ) -> None:
     write([row(i, turns=1 + i % 3, id=f"id{i}") for i in range(90)])
     sampled: dict[str, Any] = {"temperature": 1.0, "top_k": 20, "max_new_tokens": 15, "slots": 3}
-    whole = dataclasses.replace(settings, output=tmp_path / "whole.jsonl", **sampled)
-    regenerate(opened[0], opened[1], whole, ReadReport())
+    run(output=tmp_path / "whole.jsonl", **sampled)
+    whole = (tmp_path / "whole.jsonl").read_text()
 
     command = [sys.executable, "-m", "data", "regenerate", "target=hf", f"target.path={folder / 'target'}"]
     command += ["target.dtype=float64", "dataset=jsonl", f"dataset.path={settings.dataset.path}"]
@@ -400,15 +404,16 @@ def test_a_killed_command_goes_on_without_loss_or_duplicates(
     process.wait(timeout=60)
     found = settings.output.read_bytes()
     kept = [json.loads(line)["row"] for line in found.splitlines(keepends=True) if line.endswith(b"\n")]
-    left = len(lines(whole.output)) - len(kept)
+    left = len(whole.splitlines()) - len(kept)
     assert len(kept) > 3
     assert left > 3
 
     result = subprocess.run(command, capture_output=True, timeout=300, check=False, **options)
     assert result.returncode == 0, result.stderr[-3000:]
     assert f"{left} conversations kept, " in result.stdout
-    assert settings.output.read_text() == whole.output.read_text()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["chats.jsonl", "own.jsonl", "whole.jsonl"]
+    assert settings.output.read_text() == whole
+    names = ["chats.jsonl", *(f"{name}.jsonl{end}" for name in ("own", "whole") for end in ("", ".run"))]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 def test_a_torn_last_line_is_removed(run: Any, settings: RegenerateSettings) -> None:
@@ -417,7 +422,7 @@ def test_a_torn_last_line_is_removed(run: Any, settings: RegenerateSettings) -> 
     last = whole.rstrip().rindex(b"\n") + 1
     for cut in (last, last + 1, last + 5, last + 9, len(whole) - 20, len(whole) - 1):
         settings.output.write_bytes(whole[:cut])
-        assert module.read_done(settings.output) == {0, 1, 2, 3, 4}
+        assert read_rows(settings.output, chat_row) == {0, 1, 2, 3, 4}
         assert settings.output.read_bytes() == whole[:last]
         settings.output.write_bytes(whole[:cut])
         run(limit=6)
@@ -431,6 +436,67 @@ def test_lines_in_another_order_are_put_in_the_sources(run: Any, settings: Regen
     settings.output.write_bytes(b"".join(whole.splitlines(keepends=True)[8:3:-1]))
     run()
     assert settings.output.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"temperature": 0.5}, "temperature=0.0, not 0.5"),
+        ({"top_k": 3}, "top_k=0, not 3"),
+        ({"top_p": 0.5}, "top_p=1.0, not 0.5"),
+        ({"seed": 1}, "seed=0, not 1"),
+        ({"turns": 1}, "turns=null, not 1"),
+        ({"max_length": 61}, "max_length=60, not 61"),
+        ({"max_new_tokens": 8}, "max_new_tokens=9, not 8"),
+    ],
+    ids=str,
+)
+def test_other_settings_do_not_continue_a_file(run: Any, settings: Any, changes: Any, sentence: str) -> None:
+    run(limit=3)
+    before = settings.output.read_bytes()
+    with pytest.raises(DraftwrightError, match=rf"own.jsonl was written with {sentence}: .* choose another output=FIL"):
+        run(**changes)
+    assert settings.output.read_bytes() == before
+    assert len(run(limit=5, slots=2)[0]) == 5  # how many, and how many at once, don't change answers
+
+
+def test_other_data_and_other_targets_do_not_continue_a_file(
+    run: Any, write: Any, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(limit=3)
+    write(CHATS[1:])
+    with pytest.raises(DraftwrightError, match=r"was written with dataset=chats.jsonl \w+, not chats.jsonl \w+: "):
+        run()
+    write(CHATS)
+    monkeypatch.setattr(opened[0], "identity", lambda: "another")
+    with pytest.raises(DraftwrightError, match=r"was written with target=target \w+, not target another: "):
+        run()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{}\n", b"[1]\n", b"\xff\n"], ids=str)
+def test_answers_of_unknown_settings_are_not_continued(run: Any, settings: Any, content: bytes | None) -> None:
+    run(limit=3)
+    beside = settings.output.with_name("own.jsonl.run")
+    beside.unlink() if content is None else beside.write_bytes(content)
+    with pytest.raises(DraftwrightError, match=r"can't be continued, since own.jsonl.run, .* choose another output=F"):
+        run()
+
+
+def test_a_dropped_chat_is_not_asked_again(
+    run: Any, settings: Any, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, report = run()
+    assert report.dropped == {"answer without text": 1}
+    beside = settings.output.with_name("own.jsonl.run")
+    noted = beside.read_bytes()
+    assert noted.endswith(b'{"row": 9, "dropped": "answer without text"}\n')
+    for torn in (noted[:-1], noted[:-20]):  # noted again
+        beside.write_bytes(torn)
+        assert run()[0] == written
+        assert beside.read_bytes() == noted
+    monkeypatch.setattr(opened[0], "forward", lambda *_, **__: pytest.fail("the target ran"))
+    again, report = run()
+    assert (again, report.kept, report.dropped) == (written, 0, {})
 
 
 FOREIGN = {
@@ -467,7 +533,7 @@ def test_a_full_disk_keeps_what_is_written(
 ) -> None:
     whole, _ = run()
     settings.output.unlink()
-    count, write_line = iter(range(100)), module._write
+    count, write_line = iter(range(100)), AnswerFile.add
 
     def fail(*arguments: Any) -> None:
         if next(count) == 5:
@@ -475,7 +541,7 @@ def test_a_full_disk_keeps_what_is_written(
         write_line(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_write", fail)
+        patch.setattr(AnswerFile, "add", fail)
         with pytest.raises(
             DraftwrightError, match=r"own.jsonl .*No space left on device.*: free space, or .* is kept$"
         ):
