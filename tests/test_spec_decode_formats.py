@@ -187,13 +187,17 @@ def test_tensors_of_eagle3(name: str, target: Target, served: ServedTarget) -> N
 
 
 def test_tensors_of_speculators(target: Target, served: ServedTarget) -> None:
-    assert _shapes(export_draft(eagle3(target), "speculators", served)) == _eagle3_shapes("layers.0")
+    files = export_draft(eagle3(target), "speculators", served)
+    assert _shapes(files) == _eagle3_shapes("layers.0") | {"embed_tokens.weight": [64, 32]}
+    assert torch.equal(files.tensors["embed_tokens.weight"], served.embeddings().float())
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang", "speculators"])
 def test_tensors_of_eagle3_1(name: str, target: Target, served: ServedTarget) -> None:
     files = export_draft(eagle3(target, fc_norm=True, norm_output=True), name, served)
     more = {f"fc_norm.{i}.weight": [32] for i in range(3)}
+    if name == "speculators":
+        more |= {"embed_tokens.weight": [64, 32]}
     assert _shapes(files) == _eagle3_shapes("layers.0" if name == "speculators" else "midlayer") | more
     assert (files.config["fc_norm"], files.config["norm_output"]) == (True, True)
 
@@ -262,6 +266,7 @@ def test_config_of_each_consumer(target: Target, served: ServedTarget) -> None:
         assert config["draft_vocab_size"] == 40
     assert configs["vllm"]["architectures"] == ["Eagle3LlamaForCausalLM"]
     assert configs["vllm"]["eagle_config"] == {"use_aux_hidden_state": True, IDS: [2, 4, 5]}
+    assert configs["vllm"][IDS] == [2, 4, 5]  # the only place where vLLM's V2 runner looks
     assert configs["sglang"]["architectures"] == ["LlamaForCausalLMEagle3"]
     assert configs["sglang"]["eagle_config"] == {"use_aux_hidden_state": True, IDS: [1, 3, 4]}
     assert configs["safeailab"]["architectures"] == ["LlamaForCausalLM"]
@@ -391,7 +396,7 @@ BAD_FILES: dict[str, tuple[str, Change, str]] = {
     ),
     "no layers": ("safeailab", lambda c, t: c.pop("draftwright"), r"names no target layers.* target_layers=\[…\]"),
     "no layers in vllm": (
-        "vllm", lambda c, t: (c.pop("draftwright"), c.pop("eagle_config")), "names no target layers",
+        "vllm", lambda c, t: [c.pop(key) for key in ("draftwright", "eagle_config", IDS)], "names no target layers",
     ),
 }  # fmt: skip
 

@@ -1,6 +1,7 @@
 """The speculators library (vllm-project/speculators 0.9), whose folders vLLM serves without further options.
 
-The layer's own config is nested, and tensors of the layer are called layers.0.*; layer ids are ours.
+The layer's own config is nested, and tensors of the layer are called layers.0.*; layer ids are ours. Embeddings are in
+the file.
 """
 
 from __future__ import annotations
@@ -72,4 +73,15 @@ def stored(config: dict[str, Any], draft: Eagle3Config) -> dict[str, str]:
     return {ours: ours.replace("midlayer.", "layers.0.") for ours in eagle3.stored(config, draft)}
 
 
-LAYOUTS = (Layout("speculators", Eagle3Draft, write_eagle3, read_eagle3, stored, embeddings=eagle3.EMBEDDINGS),)
+# The library fills embeddings that a file lacks with zeros, silently; only nan would make it read the target's.
+LAYOUTS = (
+    Layout(
+        "speculators",
+        Eagle3Draft,
+        write_eagle3,
+        read_eagle3,
+        stored,
+        embeddings=eagle3.EMBEDDINGS,
+        stores_embeddings=True,
+    ),
+)

@@ -21,7 +21,8 @@ from spec_decode.formats.llama import refuse_others
 def write_eagle3(config: Eagle3Config, tensors: Mapping[str, Tensor], target: ServedTarget) -> dict[str, Any]:
     """config.json of an EAGLE-3 draft; the architecture's name is vLLM's own, so that nobody else reads the ids."""
     written = eagle3.write_eagle3("vllm", config, target, "Eagle3LlamaForCausalLM")
-    return {**written, "eagle_config": {"use_aux_hidden_state": True, eagle3.IDS: list(config.target_layers)}}
+    ids = list(config.target_layers)  # vLLM's newer runner reads them at the top alone, and guesses where they miss
+    return {**written, eagle3.IDS: ids, "eagle_config": {"use_aux_hidden_state": True, eagle3.IDS: ids}}
 
 
 def read_eagle3(config: dict[str, Any], tensors: Mapping[str, Tensor], layers: tuple[int, ...] | None) -> Eagle3Config:
