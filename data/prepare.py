@@ -146,9 +146,11 @@ def encoded_chats(
     encoder = Encoder(tokenizer, max_length, source.split_long)
     for row, encoded in encode_rows(encoder, chosen_rows(source, report), cache_dir):
         group, identity = _group(row, rows_of_stem)
-        if not encoded.pieces:
-            unsupervised = unsupervised or (None if encoded.reason else row.messages)
-            report.drop(encoded.reason or "no supervised token within max_length", row.place)
+        if encoded.reason:
+            report.bad(encoded.reason, row.place)
+        elif not encoded.pieces:
+            unsupervised = unsupervised or row.messages
+            report.drop("no supervised token within max_length", row.place)
         for number, piece in enumerate(encoded.pieces):
             usable = True
             turns = 0 if number else len(row.messages)

@@ -190,6 +190,7 @@ def test_good_rows_are_kept_and_bad_ones_counted(prepare, case):
         ),
         ([GOOD, {"messages": []}], "line 2, key 'messages': empty conversation"),
         ([GOOD, 7], "line 2: row is not an object"),
+        ([GOOD, call(content="", tool_calls=[{"name": "f"}])], "line 2: tool call that the chat template leaves out"),
     ],
 )
 def test_strict_names_file_row_and_key(prepare, rows, sentence):
