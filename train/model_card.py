@@ -10,13 +10,19 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
+from spec_decode.drafters.block import BlockDraft
 from spec_decode.drafters.eagle import EagleDraft
 from spec_decode.drafters.eagle3 import Eagle3Draft
 from spec_decode.drafters.medusa import MedusaDraftModel
 from spec_decode.formats.layout import SPECULATIVE_TOKENS, ServedTarget
 from train.provenance import flat
 
-_METHODS: dict[type, str] = {Eagle3Draft: "eagle3", EagleDraft: "eagle", MedusaDraftModel: "medusa"}
+_METHODS: dict[type, str] = {
+    Eagle3Draft: "eagle3",
+    EagleDraft: "eagle",
+    MedusaDraftModel: "medusa",
+    BlockDraft: "dflash",
+}
 _SERVERS = {"vllm": "vLLM", "sglang": "SGLang", "speculators": "vLLM", "safeailab": "EAGLE", "medusa": "Medusa"}
 
 
@@ -124,7 +130,11 @@ def _measured(report: Mapping[str, Any]) -> str:
 def _serve(draft: Any, name: str, target: ServedTarget) -> str:
     """The commands for vLLM and SGLang, or where the format is for neither, how its own code loads it."""
     method, place = _METHODS[type(draft)], shlex.quote(target.location)
-    k = min(SPECULATIVE_TOKENS, draft.config.num_heads) if method == "medusa" else SPECULATIVE_TOKENS
+    k = SPECULATIVE_TOKENS
+    if method == "medusa":
+        k = min(k, draft.config.num_heads)
+    elif method == "dflash":
+        k = draft.config.num_drafts
     if name == "speculators":
         return "vLLM:\n\n    vllm serve FOLDER"
     if name == "vllm":

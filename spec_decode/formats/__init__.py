@@ -26,6 +26,11 @@ FORMATS: dict[str, tuple[Layout, ...]] = {
     "medusa": medusa.LAYOUTS,
 }
 
+_NO_SERVER = (
+    "Draftwright writes no server's format for it; measure it with `python -m eval`, and train eagle3, eagle, medusa "
+    "or dflash for serving"
+)
+
 
 def export_draft(draft: VocabularyDrafter, name: str, target: ServedTarget) -> Files:
     """The draft as the format `name` of FORMATS has it.
@@ -53,7 +58,7 @@ def find_layout(kind: type, name: str) -> Layout:
         if layout.draft is kind:
             return layout
     others = [other for other, layouts in FORMATS.items() if any(layout.draft is kind for layout in layouts)]
-    advice = f"choose format={' or format='.join(others)}" if others else "no format of a server does"
+    advice = f"choose format={' or format='.join(others)}" if others else _NO_SERVER
     raise DraftwrightError(f"format={name} has no place for drafts of the class {kind.__name__}: {advice}")
 
 

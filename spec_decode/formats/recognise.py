@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from spec_decode.drafter import VocabularyDrafter
+from spec_decode.drafters.block import BlockDraft
 from spec_decode.drafters.eagle import EagleDraft
 from spec_decode.drafters.eagle3 import Eagle3Draft
 from spec_decode.drafters.medusa import MedusaDraftModel
 from spec_decode.errors import DraftwrightError
+from spec_decode.formats import dflash
 from spec_decode.formats.layout import Layout
 
 _ARCHITECTURES: dict[str, str] = {
@@ -37,10 +39,12 @@ def _format(config: Mapping[str, Any], names: Iterable[str]) -> tuple[str, type[
     if config.get("model_type") == "medusa":
         return "vllm", MedusaDraftModel
     architecture = next(iter(config.get("architectures") or []), None)
+    if architecture == dflash.ARCHITECTURE:
+        return "vllm", BlockDraft
     if architecture not in _ARCHITECTURES:
         raise DraftwrightError(
             f"config.json has architectures=[{architecture or ''}], which no known format of drafts has: known are "
-            f"{', '.join(_ARCHITECTURES)}, speculators' eagle3 and Medusa"
+            f"{', '.join(_ARCHITECTURES)}, {dflash.ARCHITECTURE}, speculators' eagle3 and Medusa"
         )
     return _ARCHITECTURES[architecture], _eagle(set(names))
 

@@ -1,4 +1,4 @@
-"""vLLM (vllm/model_executor/models/llama_eagle3.py, llama_eagle.py and medusa.py, read in 0.32).
+"""vLLM (vllm/model_executor/models/llama_eagle3.py, llama_eagle.py and medusa.py, read in 0.32); DFlash: dflash.py.
 
 Layer ids are hidden states as Hugging Face numbers them, which are ours. Unknown tensors are an error there.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from spec_decode.drafters.eagle import EagleConfig, EagleDraft
 from spec_decode.drafters.eagle3 import Eagle3Config, Eagle3Draft
 from spec_decode.drafters.medusa import MedusaConfig, MedusaDraftModel
-from spec_decode.formats import eagle, eagle3
+from spec_decode.formats import dflash, eagle, eagle3
 from spec_decode.formats.layout import Layout, ServedTarget, note, refuse, whole_vocabulary
 from spec_decode.formats.llama import refuse_others
 
@@ -94,4 +94,5 @@ LAYOUTS = (
     ),
     Layout("vllm", EagleDraft, write_eagle, eagle.read_eagle, eagle.stored, embeddings=eagle3.EMBEDDINGS),
     Layout("vllm", MedusaDraftModel, write_medusa, read_medusa, medusa_names, renamed={"medusa_heads.": ""}),
+    dflash.LAYOUT,
 )
