@@ -8,11 +8,10 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import torch
 
-from data.features import batches_by_length, capture, fingerprint
+from data.features import batches_by_length, cached_features
 from data.prepare import prepare
 from data.sources import Source
 from spec_decode.hardware import multiplies_bfloat16
@@ -39,7 +38,7 @@ def main(tokens: int) -> None:
                 target.model.base_model(input_ids=ids, use_cache=False)
         middle = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
-            capture(target, sequences, taps, Path(folder), fingerprint(target, sequences))
+            cached_features(target, sequences, taps, folder, "benchmark")
         seconds["bare forward"] += middle - start
         seconds["capture"] += time.perf_counter() - middle
     total = 2 * sequences.ids.numel()

@@ -42,6 +42,16 @@ class Sequences:
         stop = int(self.offsets[documents])
         return Sequences(self.ids[:stop], self.loss_mask[:stop], self.offsets[: documents + 1])
 
+    def trimmed(self) -> Sequences:
+        """Every document up to its last supervised token: no causal draft or target learns from what lies behind."""
+        position = torch.arange(self.ids.numel())
+        lengths = self.offsets.diff()
+        document = torch.arange(len(self)).repeat_interleave(lengths)
+        last = torch.full((len(self),), -1).scatter_reduce(0, document, position.where(self.loss_mask, -1), "amax")
+        kept = position <= last[document]
+        ends = torch.zeros(len(self), dtype=torch.int64).index_add(0, document, kept.long()).cumsum(0)
+        return Sequences(self.ids[kept], self.loss_mask[kept], torch.cat((torch.zeros(1, dtype=torch.int64), ends)))
+
 
 @dataclass(frozen=True)
 class Batch:

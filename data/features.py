@@ -1,34 +1,30 @@
-"""Target states for training: computed in the step, or captured once to disk and memory-mapped.
+"""Target states for training: computed in the step, read from disk, or computed once and kept on the way.
+
+    online   run the target for every batch
+    hybrid   run it for the documents that the cache lacks, and keep what it says: the first epoch captures
+    cache    the same, with all documents captured before the first step
 
 A cache folder is named by a fingerprint of all that its content depends on: what the target computes (weights,
-constants, dtype), the token ids and loss masks (which tokenizer, template, data and length end in), and by the tapped
-layers. So a cache of another configuration is never read; a new one is written beside it. A cache that holds more
-layers than a draft needs serves it too: one capture is enough for all variants.
+constants, dtype), the token ids and loss masks (which tokenizer, template, data and length end in), the dtype of the
+stored states, and by the tapped layers. So a cache of another configuration is never read; a new one is written beside
+it. A cache that holds more layers than a draft needs serves it too: one capture is enough for all variants.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from rich.progress import Progress
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from data.batch import Batch, Sequences
-from spec_decode.checkpoint import write_atomically
-from spec_decode.errors import DraftwrightError
+from data.states import LAST, StateDtype, States, StateStore, bytes_per_token, check_space, claimed, encode
 from spec_decode.target import Target
 
-SHARD_TOKENS = 32_768
 CAPTURE_TOKENS = 2_048  # tokens in one forward pass of the target
 
 
@@ -39,6 +35,10 @@ class FeatureSource(Protocol):
 
     def batch(self, documents: Sequence[int]) -> Batch:
         """The packed batch of these documents, in the order given."""
+        ...
+
+    def flush(self) -> None:
+        """Write what a continued run would have to compute again."""
         ...
 
 
@@ -59,16 +59,61 @@ def run_target(target: Target, documents: list[Tensor], taps: tuple[int, ...]) -
     ]
 
 
-class OnlineFeatures:
-    """Runs the target for every batch: nothing on disk, the target's forward pass in each step."""
+class Features:
+    """States of the layers `taps`. Without a store the target runs for every batch; with one it runs only for documents
+    that the store lacks, which from then on has them.
 
-    def __init__(self, target: Target, sequences: Sequences, taps: tuple[int, ...]) -> None:
-        self.target, self.sequences, self.taps = target, sequences, taps
-        self.lengths = sequences.offsets.diff().tolist()
+    The documents that a batch lacks go through the target together and are stored together, so a run that was killed
+    and continued computes the same numbers.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        sequences: Sequences,
+        taps: tuple[int, ...],
+        store: StateStore | None = None,
+        dtype: StateDtype = "same",
+    ) -> None:
+        self.target, self.sequences, self.taps, self.store, self.dtype = target, sequences, taps, store, dtype
+        self.lengths: list[int] = sequences.offsets.diff().tolist()
 
     def batch(self, documents: Sequence[int]) -> Batch:
-        states = run_target(self.target, [self.sequences[document][0] for document in documents], self.taps)
-        return _pack(self.sequences, documents, states)
+        if self.store is None:
+            return _pack(self.sequences, documents, self._run(documents, self.taps))
+        self._keep([document for document in documents if document not in self.store])
+        names, dtype = [*map(str, self.taps), LAST], self.target.dtype
+        states = [self.store.read(document, names, dtype) for document in documents]
+        return _pack(self.sequences, documents, [(_beside(taps, last), last) for *taps, last in states])
+
+    def capture(self) -> None:
+        """Fill the store."""
+        assert self.store is not None
+        missing = self.store.missing()
+        tokens = sum(self.lengths[document] for document in missing)
+        if not missing:
+            return
+        with Progress() as progress:
+            task = progress.add_task(f"capturing {tokens:,} tokens of target states", total=tokens)
+            for batch in batches_by_length([self.lengths[document] for document in missing]):
+                documents = [missing[index] for index in batch]
+                self._keep(documents)
+                progress.advance(task, sum(self.lengths[document] for document in documents))
+        self.flush()
+
+    def flush(self) -> None:
+        if self.store is not None:
+            self.store.flush()
+
+    def _run(self, documents: Sequence[int], taps: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+        return run_target(self.target, [self.sequences[document][0] for document in documents], taps)
+
+    def _keep(self, documents: Sequence[int]) -> None:
+        if documents and self.store is not None:
+            *layers, _ = self.store.names
+            states = self._run(documents, tuple(map(int, layers)))
+            encoded = [encode(_by_name(layers, *of), self.dtype) for of in states]
+            self.store.add(dict(zip(documents, encoded, strict=True)))
 
 
 class NoFeatures:
@@ -82,163 +127,50 @@ class NoFeatures:
         nothing = [torch.empty(self.lengths[document], 0) for document in documents]
         return _pack(self.sequences, documents, list(zip(nothing, nothing, strict=True)))
 
-
-class CachedFeatures:
-    """Reads the layers `taps` of a folder written by `capture`."""
-
-    def __init__(self, folder: Path, sequences: Sequences, taps: tuple[int, ...]) -> None:
-        self.sequences = sequences
-        self.lengths = sequences.offsets.diff().tolist()
-        manifest = json.loads((folder / "manifest.json").read_text())
-        self._places: list[list[int]] = manifest["places"]  # document -> [shard, first row]
-        stored = manifest["taps"]
-        # Which of the stored layers to take; None for all, since choosing copies.
-        self._chosen = None if list(taps) == stored else [stored.index(tap) for tap in taps]
-        self._stored = len(stored)
-        try:
-            self._shards = [safe_open(folder / name, framework="pt") for name in manifest["shards"]]
-        except (OSError, SafetensorError) as error:
-            raise DraftwrightError(
-                f"the feature cache {folder} is damaged ({error}): delete the folder to capture it again"
-            ) from error
-
-    def batch(self, documents: Sequence[int]) -> Batch:
-        return _pack(self.sequences, documents, [self._read(document) for document in documents])
-
-    def _read(self, document: int) -> tuple[Tensor, Tensor]:
-        shard, row = self._places[document]
-        rows = slice(row, row + self.lengths[document])
-        last_hidden = self._shards[shard].get_slice("last_hidden")[rows]
-        if self._chosen == []:
-            return last_hidden[:, :0], last_hidden
-        features = self._shards[shard].get_slice("features")[rows]
-        if self._chosen is not None:
-            features = features.unflatten(-1, (self._stored, -1))[:, self._chosen].flatten(1)
-        return features, last_hidden
+    def flush(self) -> None:
+        pass
 
 
 def cached_features(
-    target: Target, sequences: Sequences, taps: tuple[int, ...], root: str | Path, name: str
-) -> CachedFeatures:
-    """Features of `sequences` from a cache under `root` that holds these layers, captured first if there is none.
-
-    Raises DraftwrightError if the disk is full, the folder can't be written or a shard is damaged.
-    """
-    identity = fingerprint(target, sequences)
-    parent = Path(root).expanduser() / "features"
-    prefix = f"{name}-{identity}-"
-    for found in sorted(parent.glob(f"{prefix}*")):
-        stored = _stored_taps(found, identity)
-        if stored is not None and set(taps) <= set(stored):
-            return CachedFeatures(found, sequences, taps)
-    folder = parent / (prefix + ("-".join(map(str, taps)) or "last"))
-    capture(target, sequences, taps, folder, identity)
-    return CachedFeatures(folder, sequences, taps)
-
-
-def fingerprint(target: Target, sequences: Sequences) -> str:
-    """A hash of everything that the states depend on, beside the layers that are tapped."""
-    digest = sha256(target.identity().encode())
-    for tensor in (sequences.ids, sequences.loss_mask, sequences.offsets):
-        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()[:16]
-
-
-def capture(target: Target, sequences: Sequences, taps: tuple[int, ...], folder: Path, identity: str) -> None:
-    """Write the states of all documents as safetensors shards; manifest.json comes last and makes them valid.
-
-    Complete shards that an interrupted or another process left under the same identity are kept.
-    """
-    lengths: list[int] = sequences.offsets.diff().tolist()
-    shards = _plan(lengths, f"{identity} {list(taps)}")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        missing = [shard for shard in shards if not shard.is_written(folder)]
-        size = (len(taps) + 1) * target.spec.hidden_size * target.dtype.itemsize
-        tokens = sum(lengths[document] for shard in missing for document in shard.documents())
-        _check_space(folder, size * tokens)
-        with Progress() as progress:
-            task = progress.add_task(f"capturing {tokens:,} tokens of target states", total=tokens)
-            for shard in missing:
-                _write_shard(target, sequences, taps, folder, shard, partial(progress.advance, task))
-        manifest = {
-            "fingerprint": identity,
-            "taps": list(taps),
-            "shards": [shard.name for shard in shards],
-            "places": _places(shards, lengths),
-        }
-        write_atomically(folder / "manifest.json", lambda path: path.write_text(json.dumps(manifest)))
-    except (OSError, SafetensorError) as error:
-        raise DraftwrightError(
-            f"could not write the feature cache to {folder} ({error}): free space, or set cache_dir=FOLDER or "
-            "features=online"
-        ) from error
-
-
-@dataclass(frozen=True)
-class _Shard:
-    """One file of a cache. batches: the documents in it, as they go through the target."""
-
-    name: str
-    identity: str
-    batches: list[list[int]]
-
-    def documents(self) -> list[int]:
-        return [document for batch in self.batches for document in batch]
-
-    def metadata(self) -> dict[str, str]:
-        """What the file says about itself; it determines every number in the file."""
-        return {"fingerprint": self.identity, "documents": json.dumps(self.documents())}
-
-    def is_written(self, folder: Path) -> bool:
-        """Whether the folder holds this shard, complete."""
-        try:
-            with safe_open(folder / self.name, framework="pt") as file:
-                return file.metadata() == self.metadata()
-        except (OSError, SafetensorError):
-            return False
-
-
-def _plan(lengths: list[int], identity: str) -> list[_Shard]:
-    """Shards of about SHARD_TOKENS tokens. A pure function, so that a later capture finds the shards of an earlier."""
-    shards: list[_Shard] = []
-    tokens = SHARD_TOKENS
-    for batch in batches_by_length(lengths):
-        if tokens >= SHARD_TOKENS:
-            shards.append(_Shard(f"shard-{len(shards):05d}.safetensors", identity, []))
-            tokens = 0
-        shards[-1].batches.append(batch)
-        tokens += sum(lengths[document] for document in batch)
-    return shards
-
-
-def _places(shards: list[_Shard], lengths: list[int]) -> list[list[int]]:
-    """[shard, first row] of every document."""
-    places: list[list[int]] = [[]] * len(lengths)
-    for number, shard in enumerate(shards):
-        row = 0
-        for document in shard.documents():
-            places[document] = [number, row]
-            row += lengths[document]
-    return places
-
-
-def _write_shard(
     target: Target,
     sequences: Sequences,
     taps: tuple[int, ...],
-    folder: Path,
-    shard: _Shard,
-    advance: Callable[[int], None],
-) -> None:
-    states: list[tuple[Tensor, Tensor]] = []
-    for batch in shard.batches:
-        documents = [sequences[document][0] for document in batch]
-        states += run_target(target, documents, taps)
-        advance(sum(document.numel() for document in documents))
-    features, last_hidden = (torch.cat(parts).cpu() for parts in zip(*states, strict=True))
-    tensors = {"features": features, "last_hidden": last_hidden}
-    write_atomically(folder / shard.name, lambda path: save_file(tensors, path, metadata=shard.metadata()))
+    root: str | Path,
+    name: str,
+    *,
+    dtype: StateDtype = "bfloat16",
+    hybrid: bool = False,
+) -> Features:
+    """Features of `sequences` from a cache under `root` that holds these layers, captured first unless `hybrid`.
+
+    Raises DraftwrightError if the disk has less room than the capture needs, or can't be written.
+    """
+    identity = fingerprint(target, sequences, dtype)
+    parent = Path(root).expanduser() / "features"
+    prefix, layers = f"{name}-{identity}-", [str(tap) for tap in taps]
+    folder = parent / (prefix + ("-".join(layers) or LAST))
+    for found in sorted(parent.glob(f"{prefix}*")):
+        held = [layer for layer in found.name.removeprefix(prefix).split("-") if layer != LAST]
+        if set(layers) <= set(held) and len(claimed(found, identity, [*held, LAST])) == len(sequences):
+            folder, layers = found, held
+            break
+    store = StateStore(folder, identity, sequences.offsets.diff().tolist(), [*layers, LAST])
+    features = Features(target, sequences, taps, store, dtype)
+    tokens = sum(features.lengths[document] for document in store.missing())
+    if tokens:
+        size = bytes_per_token(len(store.names), target.spec.hidden_size, dtype, target.dtype)
+        check_space(folder, size * tokens, tokens)
+    if not hybrid:
+        features.capture()
+    return features
+
+
+def fingerprint(target: Target, sequences: Sequences, dtype: StateDtype = "bfloat16") -> str:
+    """A hash of everything that the stored states depend on, beside the layers that are tapped."""
+    digest = sha256(f"{target.identity()} {dtype} shards".encode())
+    for tensor in (sequences.ids, sequences.loss_mask, sequences.offsets):
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
 
 
 def batches_by_length(lengths: list[int]) -> Iterator[list[int]]:
@@ -254,22 +186,15 @@ def batches_by_length(lengths: list[int]) -> Iterator[list[int]]:
         yield batch
 
 
-def _stored_taps(folder: Path, identity: str) -> list[int] | None:
-    """The layers that a complete cache with this fingerprint holds; None for anything else."""
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        return list(manifest["taps"]) if manifest["fingerprint"] == identity else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def _by_name(layers: Sequence[str], features: Tensor, last_hidden: Tensor) -> States:
+    """features [T, taps * H] and last_hidden [T, H] as one tensor [T, H] a state."""
+    parts = features.chunk(len(layers), dim=-1) if layers else ()
+    return {**dict(zip(layers, parts, strict=True)), LAST: last_hidden}
 
 
-def _check_space(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise DraftwrightError(
-            f"the feature cache needs {needed / 1e9:.1f} GB but {folder} has {free / 1e9:.1f} GB free: lower "
-            "train_tokens, or set cache_dir=FOLDER or features=online"
-        )
+def _beside(taps: list[Tensor], last: Tensor) -> Tensor:
+    """[T, taps * H]."""
+    return torch.cat(taps, dim=-1) if taps else last[:, :0]
 
 
 def _pack(sequences: Sequences, documents: Sequence[int], states: list[tuple[Tensor, Tensor]]) -> Batch:

@@ -142,6 +142,8 @@ class DraftDataModule(LightningDataModule):
     # Lightning restores a stateful loader only if nothing asked for the number of steps before (a schedule does, in
     # configure_optimizers), so the position travels with the data module.
     def state_dict(self) -> dict[str, Any]:
+        for loader in (self._train, self._heldout):
+            loader.source.flush()  # what a checkpoint counts as seen is on disk
         return self._train.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

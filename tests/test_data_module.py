@@ -23,6 +23,9 @@ class Source:
         offsets = torch.arange(len(documents) + 1)
         return Batch(ids, torch.ones_like(ids, dtype=torch.bool), offsets, torch.zeros(0), torch.zeros(0))
 
+    def flush(self) -> None:
+        pass
+
 
 def _module(**changes) -> DraftDataModule:
     options = {"tokens_per_batch": 600, "seed": 3, "epochs": 2} | changes

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data.batch import Batch, Sequences
-from data.features import OnlineFeatures
+from data.features import Features
 from spec_decode.drafters.block import BlockConfig, BlockDraft
 from spec_decode.drafters.dspark import DSparkConfig, DSparkDraft
 from spec_decode.errors import DraftwrightError
@@ -59,12 +59,12 @@ def make_module(name: str, target: MultiLayerCausalLM, **changes: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def source(target: MultiLayerCausalLM) -> OnlineFeatures:
+def source(target: MultiLayerCausalLM) -> Features:
     """Three documents of random tokens; the first three of each are the prompt."""
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(VOCAB, (sum(LENGTHS),), generator=generator, dtype=torch.int32)
     masks = torch.cat([torch.arange(length) >= 3 for length in LENGTHS])
-    return OnlineFeatures(target, Sequences(ids, masks, torch.tensor([0, *LENGTHS]).cumsum(0)), TAPS)
+    return Features(target, Sequences(ids, masks, torch.tensor([0, *LENGTHS]).cumsum(0)), TAPS)
 
 
 def log_q(module: Any, states: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def forced_chain(module: Any, batch: Batch, row: int, monkeypatch: pytest.Monkey
 
 @every_variant
 def test_training_and_decoding_compute_the_same_chain(
-    name: str, target: MultiLayerCausalLM, source: OnlineFeatures, monkeypatch: pytest.MonkeyPatch
+    name: str, target: MultiLayerCausalLM, source: Features, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, batch = make_module(name, target), source.batch([2, 1, 0])
     rows = torch.tensor([0, 3, 7, 8, 14, 19, 23])  # of three documents that start at 0, 7 and 19
@@ -119,7 +119,7 @@ WITHIN = {False: [[1, 1, 1, 1]] * 4, True: [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1
 
 @pytest.mark.parametrize("name", ["dflash", "causal"])
 def test_masks_by_hand(
-    name: str, target: MultiLayerCausalLM, source: OnlineFeatures, monkeypatch: pytest.MonkeyPatch
+    name: str, target: MultiLayerCausalLM, source: Features, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, whole = make_module(name, target), source.batch([0])
     batch = Batch(
@@ -147,7 +147,7 @@ def test_masks_by_hand(
 @every_variant
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1], [1, 2, 0]], ids=str)
 def test_packed_documents_do_not_see_each_other(
-    name: str, order: list[int], target: MultiLayerCausalLM, source: OnlineFeatures
+    name: str, order: list[int], target: MultiLayerCausalLM, source: Features
 ) -> None:
     module = make_module(name, target)
     with torch.inference_mode():
@@ -204,7 +204,7 @@ def test_anchors_are_drawn_anew_from_torchs_random_state() -> None:
     assert 30 < seen[anchors].min() < seen[anchors].max() < 110  # 400 * 8 / 48 = 67 each
 
 
-def test_validation_draws_nothing_and_measures_every_row(target: MultiLayerCausalLM, source: OnlineFeatures) -> None:
+def test_validation_draws_nothing_and_measures_every_row(target: MultiLayerCausalLM, source: Features) -> None:
     module, batch = make_module("dflash", target, anchors=2), source.batch([0, 1, 2])
     state = torch.get_rng_state()
     unrolled = module._unrolled(batch)
@@ -219,7 +219,7 @@ def test_validation_draws_nothing_and_measures_every_row(target: MultiLayerCausa
 
 @pytest.mark.parametrize("labels", ["data", "target"])
 @pytest.mark.parametrize("name", ["dflash", "causal", "shifted"])
-def test_the_loss_by_hand(name: str, labels: str, target: MultiLayerCausalLM, source: OnlineFeatures) -> None:
+def test_the_loss_by_hand(name: str, labels: str, target: MultiLayerCausalLM, source: Features) -> None:
     """Token by token from the definition; unknown tokens are no labels."""
     loss_name = "hard_cross_entropy" if labels == "data" else "soft_cross_entropy"
     module, batch = make_module(name, target, loss=loss_name, labels=labels).train(), source.batch([1, 0])
@@ -242,7 +242,7 @@ def test_the_loss_by_hand(name: str, labels: str, target: MultiLayerCausalLM, so
     assert loss.item() == pytest.approx(sum(0.8**step * float(value) for step, value in enumerate(wanted)), rel=1e-5)
 
 
-def test_the_loss_of_dspark_by_hand(target: MultiLayerCausalLM, source: OnlineFeatures) -> None:
+def test_the_loss_of_dspark_by_hand(target: MultiLayerCausalLM, source: Features) -> None:
     """0.1 cross-entropy + 0.9 |p - q|_1 + the confidence's cross-entropy, token by token."""
     parts = {"soft_cross_entropy": 0.1, "total_variation": 1.8}
     module, batch = make_module("dspark", target, loss=parts).train(), source.batch([1])
@@ -267,9 +267,7 @@ def test_the_loss_of_dspark_by_hand(target: MultiLayerCausalLM, source: OnlineFe
     assert loss.item() == pytest.approx(sum(0.8**step * float(value) for step, value in enumerate(wanted)), rel=1e-5)
 
 
-def test_the_confidence_learns_the_probability_of_acceptance(
-    target: MultiLayerCausalLM, source: OnlineFeatures
-) -> None:
+def test_the_confidence_learns_the_probability_of_acceptance(target: MultiLayerCausalLM, source: Features) -> None:
     """Its label has no gradient: with the loss on tokens away, the head's own rows learn nothing."""
     module, batch = make_module("dspark", target, loss={"kl": 0.0}).train(), source.batch([1])
     loss, _ = module._loss(module._unrolled(batch))
@@ -278,7 +276,7 @@ def test_the_confidence_learns_the_probability_of_acceptance(
     assert module.draft.confidence.grad.all()
 
 
-def test_decay_of_zero_leaves_the_first_token(target: MultiLayerCausalLM, source: OnlineFeatures) -> None:
+def test_decay_of_zero_leaves_the_first_token(target: MultiLayerCausalLM, source: Features) -> None:
     module, first = (make_module("dflash", target, decay=decay).train() for decay in (0.8, 0.0))
     _, steps = module._loss(module._unrolled(source.batch([1])))
     loss, alone = first._loss(first._unrolled(source.batch([1])))
@@ -288,7 +286,7 @@ def test_decay_of_zero_leaves_the_first_token(target: MultiLayerCausalLM, source
 
 @every_variant
 def test_gradients_reach_every_weight_of_the_draft_and_nothing_else(
-    name: str, target: MultiLayerCausalLM, source: OnlineFeatures
+    name: str, target: MultiLayerCausalLM, source: Features
 ) -> None:
     module, batch = make_module(name, target).train(), source.batch([0, 1, 2])
     frozen = {key: value.clone() for key, value in [*target.model.named_parameters(), *module.named_buffers()]}
@@ -316,7 +314,7 @@ def _previous(batch: Batch) -> Tensor:
 
 
 @every_variant
-def test_a_batch_without_anchors_teaches_nothing(name: str, target: MultiLayerCausalLM, source: OnlineFeatures) -> None:
+def test_a_batch_without_anchors_teaches_nothing(name: str, target: MultiLayerCausalLM, source: Features) -> None:
     module, batch = make_module(name, target).train(), source.batch([0])
     batch = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
     unrolled = module._unrolled(batch)
@@ -350,7 +348,7 @@ def test_the_chunked_loss_of_steps_that_predict_other_tokens(
         torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-8)
 
 
-def test_metrics_of_steps_that_predict_other_tokens(target: MultiLayerCausalLM, source: OnlineFeatures) -> None:
+def test_metrics_of_steps_that_predict_other_tokens(target: MultiLayerCausalLM, source: Features) -> None:
     """All rows, laid out by block, give what the layout by token does."""
     module, batch = make_module("dflash", target, loss="kl"), source.batch([0, 1, 2])
     batch = replace(batch, loss_mask=torch.ones_like(batch.loss_mask))

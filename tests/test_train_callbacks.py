@@ -42,6 +42,9 @@ class Source:
         ids, zero = torch.zeros(100, dtype=torch.int64), torch.zeros(0)
         return Batch(ids, ids.bool(), torch.tensor([0, 100]), zero, zero)
 
+    def flush(self) -> None:
+        pass
+
 
 def _fit(folder: Path, callback, monkeypatch: pytest.MonkeyPatch, steps: int) -> Module:
     clock = iter(range(1000))

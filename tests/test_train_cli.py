@@ -331,6 +331,9 @@ def test_what_the_target_cannot_do_is_refused_before_the_data(
         ("draft_vocab_size=41", "draft_vocab_size (40, now 41)"),
         ("trainer.precision=32-true", "trainer.precision (bf16-mixed, now 32-true)"),
         ("target.dtype=bfloat16", "target.dtype (float32, now bfloat16)"),
+        ("draft.target_layers=[2,3,4]", "draft.target_layers (None, now [2, 3, 4])"),
+        ("features=online", "features (cache, now online)"),
+        ("features_dtype=float8", "features_dtype (bfloat16, now float8)"),
     ],
 )
 def test_continuing_with_other_settings_is_refused(

@@ -129,7 +129,7 @@ def test_wrong_values_of_variants_are_one_sentence_before_anything_is_captured(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("train.run.cached_features", lambda *_: pytest.fail("states were captured"))
+    monkeypatch.setattr("train.run.cached_features", lambda *_, **__: pytest.fail("states were captured"))
     with pytest.raises(SystemExit) as ended:
         train_in(world, *words, f"output_dir={tmp_path}", "logger=none")
     assert ended.value.code == 2

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from data.alignment import align
 from data.batch import Sequences
-from data.features import OnlineFeatures
+from data.features import Features
 from spec_decode.drafters.eagle3 import Eagle3Config, Eagle3Draft
 from spec_decode.feature_drafter import TreeStep
 from spec_decode.target_hf import HFTarget
@@ -57,7 +57,7 @@ def make_sequences(*lengths, prompt=3):
 def test_training_and_decoding_compute_the_same_chain(target, options):
     module = make_module(target, steps=4, **options)
     sequences = make_sequences(14)
-    batch = OnlineFeatures(target, sequences, module.draft.taps).batch([0])
+    batch = Features(target, sequences, module.draft.taps).batch([0])
     rows = torch.arange(10)
     with torch.inference_mode():
         unrolled = module.unroll(batch, rows)
@@ -83,7 +83,7 @@ def test_training_and_decoding_compute_the_same_chain(target, options):
 def test_packed_documents_do_not_see_each_other(target):
     module = make_module(target)
     sequences = make_sequences(9, 12, 7)
-    source = OnlineFeatures(target, sequences, module.draft.taps)
+    source = Features(target, sequences, module.draft.taps)
     together, _ = module._loss(module._unrolled(source.batch([2, 0, 1])))
 
     def weighted_sum(documents):
@@ -101,7 +101,7 @@ def test_the_loss_is_the_mean_over_supervised_tokens_of_every_step(target):
     """Straight from the definition: chains, target distributions over the draft vocabulary, 0.8^k."""
     module = make_module(target)
     sequences = make_sequences(11, prompt=4)
-    batch = OnlineFeatures(target, sequences, module.draft.taps).batch([0])
+    batch = Features(target, sequences, module.draft.taps).batch([0])
     with torch.inference_mode():
         states = module.unroll(batch, torch.arange(11))
         p = target.head(batch.last_hidden)[:, 10:50].softmax(-1)
@@ -121,7 +121,7 @@ def test_the_row_before_the_answer_learns(target):
     """The first draft after a prompt starts at the last prompt row: its loss must have a gradient."""
     module = make_module(target, steps=1)
     sequences = make_sequences(6, prompt=4)  # x4, x5 supervised; row 3 predicts x5, row 2 predicts x4
-    batch = OnlineFeatures(target, sequences, module.draft.taps).batch([0])
+    batch = Features(target, sequences, module.draft.taps).batch([0])
     batch.features.requires_grad_()
     loss, _ = module._loss(module._unrolled(batch))
     loss.backward()

@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from data.batch import Batch, Sequences
-from data.features import OnlineFeatures
+from data.features import Features
 from data.module import DraftDataModule
 from spec_decode.drafters.leviathan import LeviathanDraft
 from spec_decode.target_hf import HFTarget
@@ -52,7 +52,7 @@ def make_sequences(*lengths: int) -> Sequences:
 
 
 def make_batch(target: HFTarget) -> Batch:
-    return OnlineFeatures(target, make_sequences(*LENGTHS), ()).batch([0, 1, 2])
+    return Features(target, make_sequences(*LENGTHS), ()).batch([0, 1, 2])
 
 
 def test_training_and_decoding_compute_the_same_chain(target: MultiLayerCausalLM) -> None:
@@ -141,7 +141,7 @@ class Recorder(DummyLogger):
 def test_it_learns_in_both_precisions(tiny_llama: Any, precision: Any, tmp_path: Path) -> None:
     target = HFTarget(tiny_llama(vocab_size=VOCABULARY, initializer_range=0.2).bfloat16(), "tiny")
     module = make_module(target)
-    source = OnlineFeatures(target, make_sequences(14, 11, 9, 12), ())
+    source = Features(target, make_sequences(14, 11, 9, 12), ())
     recorder = Recorder()
     trainer = Trainer(
         accelerator="cpu", max_epochs=1, precision=precision, gradient_clip_val=0.5, log_every_n_steps=1,

@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from data.batch import Batch, Sequences
-from data.features import OnlineFeatures, cached_features
+from data.features import Features, cached_features
 from data.module import DraftDataModule
+from data.states import StateDtype
 from spec_decode.drafters.eagle3 import Eagle3Config, Eagle3Draft
 from spec_decode.errors import DraftwrightError
 from spec_decode.target_hf import HFTarget
@@ -76,7 +77,7 @@ class Recorder(DummyLogger):
 
 def fit(module: Eagle3Module, folder: Path, *, steps: int, precision: Any = "32-true") -> dict[int, dict[str, float]]:
     """Train for `steps` steps on batches of one or two documents, writing every second row."""
-    source = OnlineFeatures(module.target, make_sequences(14, 11, 9, 12), module.draft.taps)
+    source = Features(module.target, make_sequences(14, 11, 9, 12), module.draft.taps)
     datamodule = DraftDataModule(source, source, tokens_per_batch=24, seed=0, epochs=1, max_steps=steps)
     recorder = Recorder()
     trainer = Trainer(
@@ -148,12 +149,22 @@ def test_a_refused_precision_ends_a_run_before_it_starts(tmp_path: Path) -> None
         fit(make_module(make_target(torch.float32)), tmp_path, steps=1, precision="bf16-true")
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-3)])
-def test_online_and_cached_features_give_the_same_loss(dtype: torch.dtype, tolerance: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "stored", "tolerance"),
+    [
+        (torch.float32, "same", 1e-5),
+        (torch.float32, "bfloat16", 1e-3),
+        (torch.float32, "float8", 2e-3),
+        (torch.bfloat16, "bfloat16", 1e-3),
+    ],
+)
+def test_online_and_cached_features_give_the_same_loss(
+    dtype: torch.dtype, stored: StateDtype, tolerance: float, tmp_path: Path
+) -> None:
     target = make_target(dtype)
     module, sequences = make_module(target), make_sequences(14, 11, 9, 12)
-    online = OnlineFeatures(target, sequences, module.draft.taps)
-    cached = cached_features(target, sequences, module.draft.taps, tmp_path, "train")
+    online = Features(target, sequences, module.draft.taps)
+    cached = cached_features(target, sequences, module.draft.taps, tmp_path, "train", dtype=stored)
 
     def loss(batch: Batch) -> float:
         return module._loss(module._unrolled(batch))[0].item()
@@ -163,6 +174,26 @@ def test_online_and_cached_features_give_the_same_loss(dtype: torch.dtype, toler
         assert loss(batch) == pytest.approx(wanted, rel=tolerance)
         shifted = Batch(batch.ids, batch.loss_mask, batch.offsets, batch.features.roll(1, 0), batch.last_hidden)
         assert loss(shifted) != pytest.approx(wanted, rel=tolerance)
+
+
+def test_what_lies_behind_the_last_supervised_token_changes_no_loss() -> None:
+    target = make_target(torch.float32)
+    module, sequences = make_module(target), make_sequences(14, 11, 9, 12)
+    mask = sequences.loss_mask.clone()
+    for stop in sequences.offsets[1:].tolist():
+        mask[stop - 4 : stop] = False
+    whole = Sequences(sequences.ids, mask, sequences.offsets)
+    trimmed = whole.trimmed()
+    assert trimmed.ids.numel() <= whole.ids.numel() - 16
+
+    losses = []
+    for data in (whole, trimmed):
+        batch = Features(target, data, module.draft.taps).batch([2, 0, 3, 1])
+        loss = module._loss(module._unrolled(batch))[0]
+        loss.backward()
+        losses.append([loss.detach(), *(p.grad.clone() for p in module.draft.parameters() if p.grad is not None)])
+        module.zero_grad()
+    torch.testing.assert_close(losses[0], losses[1])
 
 
 CHOICES = {

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data.batch import Batch, Sequences
-from data.features import OnlineFeatures
+from data.features import Features
 from spec_decode.decode import batch_decode, plain_decode, speculative_decode
 from spec_decode.drafters import load_draft
 from spec_decode.drafters.p_eagle import PEagleConfig, PEagleDraft
@@ -59,12 +59,12 @@ def make_module(target: MultiLayerCausalLM, **changes: Any) -> PEagleModule:
 
 
 @pytest.fixture(scope="module")
-def source(target: MultiLayerCausalLM) -> OnlineFeatures:
+def source(target: MultiLayerCausalLM) -> Features:
     """Three documents of random tokens; the first three of each are the prompt."""
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(VOCAB, (sum(LENGTHS),), generator=generator, dtype=torch.int32)
     masks = torch.cat([torch.arange(length) >= 3 for length in LENGTHS])
-    return OnlineFeatures(target, Sequences(ids, masks, torch.tensor([0, *LENGTHS]).cumsum(0)), TAPS)
+    return Features(target, Sequences(ids, masks, torch.tensor([0, *LENGTHS]).cumsum(0)), TAPS)
 
 
 # --- decoding --------------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_values_that_cannot_be_are_refused(target: MultiLayerCausalLM, changes: 
 # --- training --------------------------------------------------------------------------------------------------------
 
 
-def test_training_and_decoding_compute_the_same_states(target: MultiLayerCausalLM, source: OnlineFeatures) -> None:
+def test_training_and_decoding_compute_the_same_states(target: MultiLayerCausalLM, source: Features) -> None:
     module, batch = make_module(target), source.batch([2, 1, 0])
     rows = torch.tensor([0, 3, 5, 7, 8, 14, 17, 19, 23, 26])  # of three documents that start at 0, 7 and 19
     with torch.inference_mode():
@@ -151,7 +151,7 @@ def test_training_and_decoding_compute_the_same_states(target: MultiLayerCausalL
     assert not torch.allclose(trained[0], trained[1], atol=0.01)
 
 
-def test_the_first_depth_is_an_ordinary_causal_transformer(target: MultiLayerCausalLM, source: OnlineFeatures) -> None:
+def test_the_first_depth_is_an_ordinary_causal_transformer(target: MultiLayerCausalLM, source: Features) -> None:
     """And later depths are the rows behind it, with the mask in place of what isn't known."""
     module, batch = make_module(target), source.batch([1])
     draft = module.draft
@@ -178,7 +178,7 @@ SEEN = [
 ]
 
 
-def test_masks_by_hand(target: MultiLayerCausalLM, source: OnlineFeatures) -> None:
+def test_masks_by_hand(target: MultiLayerCausalLM, source: Features) -> None:
     module, whole = make_module(target), source.batch([0])
     batch = Batch(
         ids=whole.ids[:8],
@@ -194,7 +194,7 @@ def test_masks_by_hand(target: MultiLayerCausalLM, source: OnlineFeatures) -> No
             assert grad.any(dim=1).int().tolist() == SEEN[place]
 
 
-def test_depths_that_are_left_out_change_no_other(target: MultiLayerCausalLM, source: OnlineFeatures) -> None:
+def test_depths_that_are_left_out_change_no_other(target: MultiLayerCausalLM, source: Features) -> None:
     module, batch, rows = make_module(target), source.batch([0, 1, 2]), torch.tensor([1, 4, 10, 11, 22])
     kept = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 1, 0], [1, 0, 0, 1, 0]]).bool()
     with torch.inference_mode():
@@ -214,7 +214,7 @@ def test_kept_depths_are_nested_and_drawn_from_torchs_random_state() -> None:
     assert nested(3, 3, 1.0, torch.device("cpu")).all()
 
 
-def test_the_loss_by_hand(target: MultiLayerCausalLM, source: OnlineFeatures) -> None:
+def test_the_loss_by_hand(target: MultiLayerCausalLM, source: Features) -> None:
     """The mean over the tokens whose row is kept, depth by depth."""
     module, batch = make_module(target, loss="soft_cross_entropy", decay=0.5).train(), source.batch([1])
     torch.manual_seed(3)
@@ -233,7 +233,7 @@ def test_the_loss_by_hand(target: MultiLayerCausalLM, source: OnlineFeatures) ->
     assert loss.item() == pytest.approx(sum(0.5**depth * float(value) for depth, value in enumerate(wanted)), rel=1e-5)
 
 
-def test_validation_draws_nothing(target: MultiLayerCausalLM, source: OnlineFeatures) -> None:
+def test_validation_draws_nothing(target: MultiLayerCausalLM, source: Features) -> None:
     module, batch, state = make_module(target), source.batch([0, 1, 2]), torch.get_rng_state()
     module._unrolled(batch)
     assert torch.equal(state, torch.get_rng_state())
@@ -242,7 +242,7 @@ def test_validation_draws_nothing(target: MultiLayerCausalLM, source: OnlineFeat
 
 
 def test_gradients_reach_every_weight_of_the_draft_and_nothing_else(
-    target: MultiLayerCausalLM, source: OnlineFeatures
+    target: MultiLayerCausalLM, source: Features
 ) -> None:
     module = make_module(target, keep=1.0).train()
     loss, _ = module._loss(module._unrolled(source.batch([0, 1, 2])))
@@ -254,7 +254,7 @@ def test_gradients_reach_every_weight_of_the_draft_and_nothing_else(
     assert not any(value.requires_grad or value.grad is not None for value in target.model.parameters())
 
 
-def test_a_batch_without_supervised_tokens_teaches_nothing(target: MultiLayerCausalLM, source: OnlineFeatures) -> None:
+def test_a_batch_without_supervised_tokens_teaches_nothing(target: MultiLayerCausalLM, source: Features) -> None:
     module, batch = make_module(target).train(), source.batch([0])
     loss, _ = module._loss(module._unrolled(replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))))
     assert loss.item() == 0

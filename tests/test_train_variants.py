@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data.batch import Batch, Sequences
-from data.features import OnlineFeatures
+from data.features import Features
 from spec_decode.drafter import VocabularyDrafter
 from spec_decode.drafters.eagle import EagleConfig, EagleDraft
 from spec_decode.drafters.hydra import HydraConfig, HydraDraft
@@ -68,12 +68,12 @@ def make_module(name: str, target: MultiLayerCausalLM, **changes: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def source(target: MultiLayerCausalLM) -> OnlineFeatures:
+def source(target: MultiLayerCausalLM) -> Features:
     """Three documents of random tokens; the first three of each are the prompt."""
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(VOCAB, (sum(LENGTHS),), generator=generator, dtype=torch.int32)
     masks = torch.cat([torch.arange(length) >= 3 for length in LENGTHS])
-    return OnlineFeatures(target, Sequences(ids, masks, torch.tensor([0, *LENGTHS]).cumsum(0)), ())
+    return Features(target, Sequences(ids, masks, torch.tensor([0, *LENGTHS]).cumsum(0)), ())
 
 
 def log_q(module: Any, states: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def forced_chain(module: Any, batch: Batch, row: int, monkeypatch: pytest.Monkey
 
 @every_variant
 def test_training_and_decoding_compute_the_same_chain(
-    name: str, target: MultiLayerCausalLM, source: OnlineFeatures, monkeypatch: pytest.MonkeyPatch
+    name: str, target: MultiLayerCausalLM, source: Features, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, batch = make_module(name, target), source.batch([2, 1, 0])
     rows = torch.tensor([0, 3, 7, 8, 14, 19, 23])  # of three documents that start at 0, 7 and 19
@@ -157,7 +157,7 @@ def by_hand(name: str, draft: Any, embeds: Tensor, states: Tensor, steps: int) -
 
 
 @pytest.mark.parametrize("name", ["eagle", "mtp"])
-def test_the_layer_by_hand(name: str, target: MultiLayerCausalLM, source: OnlineFeatures) -> None:
+def test_the_layer_by_hand(name: str, target: MultiLayerCausalLM, source: Features) -> None:
     module, batch = make_module(name, target, steps=3), source.batch([1])
     with torch.inference_mode():
         found = module.unroll(batch, torch.tensor([0, 4, 8]))
@@ -168,7 +168,7 @@ def test_the_layer_by_hand(name: str, target: MultiLayerCausalLM, source: Online
 
 
 @pytest.mark.parametrize("name", ["eagle", "mtp"])
-def test_the_gradients_by_hand(name: str, target: MultiLayerCausalLM, source: OnlineFeatures) -> None:
+def test_the_gradients_by_hand(name: str, target: MultiLayerCausalLM, source: Features) -> None:
     module, batch = make_module(name, target, steps=3), source.batch([1])
     weights = torch.rand(3, 32, dtype=torch.float64)
     found = module.unroll(batch, torch.tensor([5]))[:, 0]
@@ -180,7 +180,7 @@ def test_the_gradients_by_hand(name: str, target: MultiLayerCausalLM, source: On
 
 
 @pytest.mark.parametrize("name", ["hydra", "medusa"])
-def test_the_heads_by_hand(name: str, target: MultiLayerCausalLM, source: OnlineFeatures) -> None:
+def test_the_heads_by_hand(name: str, target: MultiLayerCausalLM, source: Features) -> None:
     module, batch = make_module(name, target), source.batch([1])
     rows = torch.tensor([0, 5, 8])
     with torch.inference_mode():
@@ -200,7 +200,7 @@ def test_the_heads_by_hand(name: str, target: MultiLayerCausalLM, source: Online
 
 @every_variant
 def test_gradients_reach_every_weight_of_the_draft_and_nothing_else(
-    name: str, target: MultiLayerCausalLM, source: OnlineFeatures
+    name: str, target: MultiLayerCausalLM, source: Features
 ) -> None:
     module = make_module(name, target).train()
     frozen = {key: value.clone() for key, value in [*target.model.named_parameters(), *module.named_buffers()]}
@@ -223,7 +223,7 @@ def test_gradients_reach_every_weight_of_the_draft_and_nothing_else(
 
 
 @pytest.mark.parametrize("name", ["hass", "mtp", "hydra", "medusa"])
-def test_what_one_step_teaches(name: str, target: MultiLayerCausalLM, source: OnlineFeatures) -> None:
+def test_what_one_step_teaches(name: str, target: MultiLayerCausalLM, source: Features) -> None:
     """Independent heads learn from their own step alone; one module learns from all of them."""
     module = make_module(name, target)
     unrolled = module._unrolled(source.batch([1]))
@@ -240,7 +240,7 @@ def test_what_one_step_teaches(name: str, target: MultiLayerCausalLM, source: On
 @every_variant
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1], [1, 2, 0]], ids=str)
 def test_packed_documents_do_not_see_each_other(
-    name: str, order: list[int], target: MultiLayerCausalLM, source: OnlineFeatures
+    name: str, order: list[int], target: MultiLayerCausalLM, source: Features
 ) -> None:
     """Every state that a loss reads is that of its document alone, to the last bit of its supervised tokens."""
     module = make_module(name, target)
@@ -260,7 +260,7 @@ def test_packed_documents_do_not_see_each_other(
 
 
 @pytest.mark.parametrize("name", ["eagle", "hass"])
-def test_the_regression_by_hand(name: str, target: MultiLayerCausalLM, source: OnlineFeatures) -> None:
+def test_the_regression_by_hand(name: str, target: MultiLayerCausalLM, source: Features) -> None:
     batch = source.batch([1, 0])
     modules = [make_module(name, target, regression=weight) for weight in (0.0, 0.7)]
     with torch.inference_mode():
@@ -282,7 +282,7 @@ def test_the_regression_by_hand(name: str, target: MultiLayerCausalLM, source: O
 
 @pytest.mark.parametrize("name", ["eagle", "hass"])
 def test_noise_in_training_alone_its_width_by_the_length_of_the_document(
-    name: str, target: MultiLayerCausalLM, source: OnlineFeatures, monkeypatch: pytest.MonkeyPatch
+    name: str, target: MultiLayerCausalLM, source: Features, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, batch, given = make_module(name, target), source.batch([0, 1, 2]), []
     monkeypatch.setattr(
@@ -309,13 +309,13 @@ def test_noise_in_training_alone_its_width_by_the_length_of_the_document(
     assert not noise().any()
 
 
-def test_noise_does_not_touch_what_the_regression_wants(target: MultiLayerCausalLM, source: OnlineFeatures) -> None:
+def test_noise_does_not_touch_what_the_regression_wants(target: MultiLayerCausalLM, source: Features) -> None:
     module, batch = make_module("eagle", target).train(), source.batch([1])
     assert torch.equal(module._unrolled(batch).target_states, batch.last_hidden[2:-1])
 
 
 @every_variant
-def test_the_loss_by_hand(name: str, target: MultiLayerCausalLM, source: OnlineFeatures) -> None:
+def test_the_loss_by_hand(name: str, target: MultiLayerCausalLM, source: Features) -> None:
     """Straight from the definition: true tokens, the target's distribution over the draft vocabulary, decay^k."""
     module, batch = make_module(name, target, loss="soft_cross_entropy", decay=0.5), source.batch([1, 0])
     if name in ("eagle", "hass"):
@@ -335,7 +335,7 @@ def test_the_loss_by_hand(name: str, target: MultiLayerCausalLM, source: OnlineF
 
 @every_variant
 def test_labels_of_the_data_are_torchs_cross_entropy_without_unknown_tokens(
-    name: str, target: MultiLayerCausalLM, source: OnlineFeatures
+    name: str, target: MultiLayerCausalLM, source: Features
 ) -> None:
     module = make_module(name, target, loss="hard_cross_entropy", labels="data", decay=0.5)
     if name in ("eagle", "hass"):
@@ -363,7 +363,7 @@ def test_labels_of_the_data_are_torchs_cross_entropy_without_unknown_tokens(
 
 @every_variant
 def test_labels_of_the_data_where_the_draft_knows_none_of_them(
-    name: str, target: MultiLayerCausalLM, source: OnlineFeatures
+    name: str, target: MultiLayerCausalLM, source: Features
 ) -> None:
     module = make_module(name, target, loss="hard_cross_entropy", labels="data")
     batch = source.batch([0])
@@ -375,7 +375,7 @@ def test_labels_of_the_data_where_the_draft_knows_none_of_them(
 
 
 @every_variant
-def test_decay_of_one_weighs_all_steps_alike(name: str, target: MultiLayerCausalLM, source: OnlineFeatures) -> None:
+def test_decay_of_one_weighs_all_steps_alike(name: str, target: MultiLayerCausalLM, source: Features) -> None:
     batch = source.batch([0, 1])
     results = []
     for decay in (1.0, 0.5, 0.0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import zipfile
 from collections.abc import Mapping
 from functools import partial
@@ -17,13 +18,13 @@ from torch import Tensor
 
 from data.batch import Sequences
 from spec_decode.checkpoint import write_atomically
-from spec_decode.errors import DraftwrightError
+from spec_decode.errors import DraftwrightError, first_line
 from spec_decode.target import Target
 from train.provenance import flat
 from train.settings import TrainSettings
 
 LAST = "last.ckpt"
-CONTENT = "content of the data"
+OF_THE_DATA = ("data (token ids and loss masks)", "draft vocabulary")
 _KEY = "draftwright"
 
 
@@ -32,8 +33,17 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     first, which may lie on another, smaller disk, and then copies over the only checkpoint there is."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(Path(path), partial(torch.save, checkpoint))
+        path = Path(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, partial(torch.save, checkpoint))
+        except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of a full disk
+            kept = f"{path} from before is kept" if path.exists() else "there is none from before"
+            free = shutil.disk_usage(path.parent).free / 1e9
+            raise DraftwrightError(
+                f"could not write the checkpoint {path} ({first_line(error)}; {free:.1f} GB free): {kept}; free space, "
+                f"then continue with ckpt_path={path}"
+            ) from error
 
 
 class RememberSettings(Callback):
@@ -84,16 +94,23 @@ def identity(settings: TrainSettings, target: Target) -> dict[str, Any]:
         "vocabulary_tokens": settings.vocabulary_tokens,
         **flat({"module": settings.module}, "."),
         "trainer.precision": settings.trainer.get("precision"),
+        "features": settings.features,
+        "features_dtype": settings.features_dtype,
         "trainer.gradient_clip_val": settings.trainer.get("gradient_clip_val"),
     }
 
 
 def data_identity(sequences: Sequences, vocabulary: Tensor) -> dict[str, str]:
     """The same for what is trained on: token ids and loss masks, and the draft vocabulary int64 [V_draft]."""
+    parts = ((sequences.ids, sequences.loss_mask, sequences.offsets), (vocabulary,))
+    return {key: _digest(*tensors) for key, tensors in zip(OF_THE_DATA, parts, strict=True)}
+
+
+def _digest(*tensors: Tensor) -> str:
     digest = sha256()
-    for tensor in (sequences.ids, sequences.loss_mask, sequences.offsets, vocabulary):
+    for tensor in tensors:
         digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
-    return {CONTENT: digest.hexdigest()[:16]}
+    return digest.hexdigest()[:16]
 
 
 def refuse_changes(checkpoint: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ from wandb.errors import Error as WandbError
 from conf import build_section, plain
 from conf.check import build
 from data.batch import Sequences
-from data.features import FeatureSource, NoFeatures, OnlineFeatures, cached_features
+from data.features import Features, FeatureSource, NoFeatures, cached_features
 from data.module import DraftDataModule
 from data.prepare import Prepared, prepare
 from data.vocabulary import DraftVocabulary, build_draft_vocabulary, structure_tokens
@@ -39,11 +39,12 @@ from train.callbacks import KeepRandomState, LogProgress, StopOnSignal, Training
 from train.checks import check_draft, check_fit, check_module, place, try_optimizer, try_trainer
 from train.draft import build_draft
 from train.export import Card, write_readme
+from train.nonfinite import GuardSteps
 from train.provenance import command_line, hyperparameters, provenance, write_record
 from train.publish import served, write_export
 from train.resume import (
-    CONTENT,
     LAST,
+    OF_THE_DATA,
     AtomicCheckpointIO,
     RememberSettings,
     data_identity,
@@ -91,7 +92,7 @@ def _train(settings: TrainSettings, config: dict[str, Any]) -> dict[str, Any]:
     check_start(settings, start, target.spec.vocab_size, tokenizer_fingerprint(tokenizer))
     now = identity(settings, target) | start_identity(start)
     if checkpoint:
-        refuse_changes(checkpoint, then, now | {CONTENT: then.get(CONTENT)})  # the rest, before the data are read
+        refuse_changes(checkpoint, then, now | {key: then.get(key) for key in OF_THE_DATA})  # these once they are read
     prepared, vocabulary = _prepare(settings, target, tokenizer)
     if start is not None:
         vocabulary = DraftVocabulary(start.vocabulary(), target.spec.vocab_size)
@@ -208,15 +209,16 @@ def _datamodule(
     settings: TrainSettings, target: HFTarget, prepared: Prepared, taps: tuple[int, ...]
 ) -> DraftDataModule:
     def features(name: str, sequences: Sequences) -> FeatureSource:
-        if settings.features == "online":
-            return OnlineFeatures(target, sequences, taps)
         if settings.features == "none":
             return NoFeatures(sequences)
-        return cached_features(target, sequences, taps, settings.cache_dir, name)
+        if settings.features == "online":
+            return Features(target, sequences, taps)
+        hybrid, dtype = settings.features == "hybrid", settings.features_dtype
+        return cached_features(target, sequences, taps, settings.cache_dir, name, dtype=dtype, hybrid=hybrid)
 
     return DraftDataModule(
-        features("train", prepared.train),
-        features("heldout", prepared.heldout),
+        features("train", prepared.train.trimmed()),
+        features("heldout", prepared.heldout.trimmed()),
         tokens_per_batch=settings.tokens_per_batch,
         seed=settings.seed,
         epochs=settings.epochs,
@@ -246,6 +248,7 @@ def _trainer(settings: TrainSettings, datamodule: DraftDataModule, logger: Any, 
         progress_bar(datamodule.total_steps),
         LogProgress(),
         KeepRandomState(),
+        GuardSteps(settings.output_dir, settings.on_nan, settings.output_dir / LAST),
         *own,
         StopOnSignal(settings.output_dir / LAST),
         ModelCheckpoint(

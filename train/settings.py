@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from conf.check import Between, Dtype, Natural, NonNegative, Positive, Seed, Share, convert
 from data.sources import Source
+from data.states import StateDtype
 from spec_decode.errors import DraftwrightError
 from spec_decode.target_hf import TargetSource
 
@@ -65,13 +66,15 @@ class TrainSettings:
     vocabulary_tokens: Positive
     heldout_tokens: Natural
     tokens_per_batch: Positive
-    features: Literal["cache", "online", "none"]
+    features: Literal["cache", "hybrid", "online", "none"]
+    features_dtype: StateDtype
     cache_dir: Path
     epochs: Positive
     max_steps: Positive | None
     draft_vocab_size: Positive | None
     output_dir: Path
     checkpoint_minutes: NonNegative
+    on_nan: Literal["stop", "skip"]
     ckpt_path: Path | None
     init_from: Path | None
     export: Format | tuple[Format, ...] | None
