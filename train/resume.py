@@ -85,6 +85,7 @@ def identity(settings: TrainSettings, target: Target) -> dict[str, Any]:
         **flat({"module": settings.module}, "."),
         "trainer.precision": settings.trainer.get("precision"),
         "trainer.gradient_clip_val": settings.trainer.get("gradient_clip_val"),
+        "trainer.accumulate_grad_batches": settings.trainer.get("accumulate_grad_batches"),
     }
 
 
