@@ -7,7 +7,7 @@ offsets[d] to offsets[d + 1].
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -52,6 +52,30 @@ class Sequences:
         ends = torch.zeros(len(self), dtype=torch.int64).index_add(0, document, kept.long()).cumsum(0)
         return Sequences(self.ids[kept], self.loss_mask[kept], torch.cat((torch.zeros(1, dtype=torch.int64), ends)))
 
+    def select(self, documents: list[int]) -> Sequences:
+        """These documents, in the order given."""
+        ids, masks = zip(*(self[document] for document in documents), strict=True)
+        lengths = torch.tensor([0, *(part.numel() for part in ids)])
+        return Sequences(torch.cat(ids), torch.cat(masks), lengths.cumsum(0))
+
+    def to(self, device: object) -> Sequences:
+        """The same on another device."""
+        tensors = (self.ids, self.loss_mask, self.offsets)
+        return Sequences(*(tensor.to(device) for tensor in tensors))  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a batch is one of `parts` parts of: the optimiser step of all processes and micro-batches.
+
+    tokens: all documents of the step; spare: whether there was no document left for this part, so that it repeats one
+    that must not count.
+    """
+
+    tokens: Sequences
+    parts: int
+    spare: bool
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -59,7 +83,8 @@ class Batch:
 
     ids: int64 [N]; loss_mask: bool [N] (belongs to the token itself: true where x[t] is supervised);
     offsets: int64 [D + 1]; features: [N, taps * H], the tapped target states at x[t];
-    last_hidden: [N, H], the target's final-normed state at x[t], which predicts x[t + 1].
+    last_hidden: [N, H], the target's final-normed state at x[t], which predicts x[t + 1];
+    share: None for a whole optimiser step.
     """
 
     ids: Tensor
@@ -67,6 +92,7 @@ class Batch:
     offsets: Tensor
     features: Tensor
     last_hidden: Tensor
+    share: Share | None = None
 
     def padded(self) -> Tensor:
         """ids as documents [D, T], padded on the right: under causal attention no real token sees the padding."""
@@ -79,4 +105,7 @@ class Batch:
 
     def to(self, device: object) -> Batch:
         """The same batch on another device."""
-        return Batch(*(value.to(device) for value in self.__dict__.values()))  # type: ignore[call-overload]
+        names = ("ids", "loss_mask", "offsets", "features", "last_hidden")
+        moved = {name: getattr(self, name).to(device) for name in names}
+        share = self.share and replace(self.share, tokens=self.share.tokens.to(device))
+        return Batch(**moved, share=share)

@@ -31,6 +31,7 @@ CAPTURE_TOKENS = 2_048  # tokens in one forward pass of the target
 class FeatureSource(Protocol):
     """Documents with their target states. lengths: tokens of every document."""
 
+    sequences: Sequences
     lengths: list[int]
 
     def batch(self, documents: Sequence[int]) -> Batch:

@@ -1,13 +1,15 @@
 """LightningDataModule: whole documents grouped into batches of about `tokens_per_batch` tokens.
 
 The training batches of all epochs form one plan, a pure function of (lengths, seed), that Lightning runs as one pass.
-A position in the plan is therefore all that a checkpoint needs to continue in the middle of an epoch.
+A position in the plan is therefore all that a checkpoint needs to continue in the middle of an epoch, with any number
+of processes: a batch of the plan is one optimiser step of all of them, and each reads only its share.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from hashlib import sha256
 from itertools import count
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule
 
-from data.batch import Batch
+from data.batch import Batch, Share
 from data.features import FeatureSource
 from spec_decode.errors import DraftwrightError
 
@@ -63,22 +65,48 @@ def training_plan(
     return plan if max_steps is None else plan[:max_steps]
 
 
+def split_batch(documents: list[int], lengths: list[int], parts: int) -> list[list[int]]:
+    """The documents of one batch in `parts` lists of about equal tokens; a list is empty where there are too few."""
+    split: list[list[int]] = [[] for _ in range(parts)]
+    tokens = [0] * parts
+    for document in sorted(documents, key=lambda document: -lengths[document]):
+        lightest = tokens.index(min(tokens))
+        split[lightest].append(document)
+        tokens[lightest] += lengths[document]
+    return split
+
+
 class PlanLoader:
-    """Yields the batches of a plan, from the position that `load_state_dict` set."""
+    """Yields this process's share of the batches of a plan, from the position that `load_state_dict` set."""
 
     def __init__(self, source: FeatureSource, plan: list[list[int]]) -> None:
         self.source, self.plan = source, plan
         self._start = self._position = 0
+        self.divide(0, 1, 1)
         self._digest = sha256(json.dumps(plan).encode()).hexdigest()[:16]
 
+    def divide(self, rank: int, processes: int, micro_batches: int) -> None:
+        """Each batch is split over this many processes, of which this is number `rank`, and micro-batches."""
+        self._rank, self._processes, self._micro_batches = rank, processes, micro_batches
+
     def __len__(self) -> int:
-        return len(self.plan)
+        return len(self.plan) * self._micro_batches
 
     def __iter__(self) -> Iterator[Batch]:
         start, self._start = self._start, 0
         for index in range(start, len(self.plan)):
             self._position = index + 1  # before the yield: a checkpoint taken after this batch goes on with the next
-            yield self.source.batch(self.plan[index])
+            yield from self._parts(self.plan[index])
+
+    def _parts(self, documents: list[int]) -> Iterator[Batch]:
+        parts = self._processes * self._micro_batches
+        if parts == 1:
+            yield self.source.batch(documents)
+            return
+        tokens = self.source.sequences.select(documents)
+        for mine in split_batch(documents, self.source.lengths, parts)[self._rank :: self._processes]:
+            shortest = min(documents, key=lambda document: self.source.lengths[document])
+            yield replace(self.source.batch(mine or [shortest]), share=Share(tokens, parts, spare=not mine))
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self._position, "plan": self._digest}
@@ -96,9 +124,8 @@ class PlanLoader:
 class DraftDataModule(LightningDataModule):
     """Training and held-out batches over two feature sources.
 
-    tokens_per_batch: token budget of a batch; seed: of the shuffling; epochs or max_steps: length of the run.
-    Raises DraftwrightError for a number below 1, if the training source holds no documents, and in `setup` if more
-    than one process trains.
+    tokens_per_batch: token budget of a batch, which all processes share; seed: of the shuffling; epochs or max_steps:
+    length of the run. Raises DraftwrightError for a number below 1, or if the training source holds no documents.
     """
 
     def __init__(
@@ -122,16 +149,15 @@ class DraftDataModule(LightningDataModule):
         self._heldout = PlanLoader(heldout, pack(heldout.lengths, list(range(len(heldout.lengths))), tokens_per_batch))
 
     def setup(self, stage: str) -> None:
-        if self.trainer is not None and self.trainer.world_size > 1:
-            raise DraftwrightError(
-                f"training in {self.trainer.world_size} processes is not supported, all would run the same batches: "
-                "set trainer.devices=1"
-            )
+        if self.trainer is not None:
+            rank, processes = self.trainer.global_rank, self.trainer.world_size
+            self._train.divide(rank, processes, self.trainer.accumulate_grad_batches)
+            self._heldout.divide(rank, processes, 1)
 
     @property
     def total_steps(self) -> int:
         """Number of optimiser steps of the whole run."""
-        return len(self._train)
+        return len(self._train.plan)
 
     def train_dataloader(self) -> PlanLoader:
         return self._train

@@ -69,6 +69,25 @@ def test_experiments_compose(experiment: str) -> None:
     _check_code(_compose("train", "+variant=eagle3", f"+experiment={experiment}"))
 
 
+@pytest.mark.parametrize("target", ["llama31_8b", "qwen3_8b"])
+@pytest.mark.parametrize("trainer", ["gpu", "ddp", "multinode"])
+def test_published_recipes_compose_with_each_trainer(target: str, trainer: str) -> None:
+    cfg = _compose("train", "+variant=eagle3", f"trainer={trainer}", f"+experiment={target}_eagle3")
+    _check_code(cfg)
+    assert (cfg.module.lr, cfg.module.steps, cfg.module.optimizer.name) == (5e-5, 7, "adamw")
+    assert (cfg.target.dtype, cfg.draft_vocab_size, cfg.max_length) == ("bfloat16", 32_000, 2048)
+    assert cfg.trainer.get("num_nodes", 1) == (2 if trainer == "multinode" else 1)
+
+
+@pytest.mark.parametrize(("launcher", "kind"), [("local", "JoblibLauncher"), ("slurm", "SlurmLauncher")])
+def test_launchers_compose(launcher: str, kind: str) -> None:
+    pytest.importorskip({"local": "joblib", "slurm": "submitit"}[launcher])
+    with initialize_config_module("conf", version_base="1.3"):
+        cfg = compose("train", overrides=["+variant=eagle3", f"hydra/launcher={launcher}"], return_hydra_config=True)
+    assert cfg.hydra.launcher._target_.endswith(kind)
+    assert callable(get_object(cfg.hydra.launcher._target_))
+
+
 @pytest.mark.parametrize("sweep", _choices("sweep"))
 def test_sweeps_compose(sweep: str) -> None:
     with initialize_config_module("conf", version_base="1.3"):

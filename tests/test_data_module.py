@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from data.batch import Batch
-from data.module import DraftDataModule, PlanLoader, epoch_batches, pack, training_plan
+from data.batch import Batch, Sequences
+from data.module import DraftDataModule, PlanLoader, epoch_batches, pack, split_batch, training_plan
 from spec_decode.errors import DraftwrightError
 
 LENGTHS = [300, 20, 90, 512, 40, 700, 60, 80, 200, 10]
@@ -17,6 +17,8 @@ class Source:
 
     def __init__(self, lengths: list[int]) -> None:
         self.lengths = lengths
+        count = len(lengths)
+        self.sequences = Sequences(torch.arange(count), torch.ones(count, dtype=torch.bool), torch.arange(count + 1))
 
     def batch(self, documents: list[int]) -> Batch:
         ids = torch.tensor(documents)
@@ -104,14 +106,29 @@ def test_numbers_below_one_are_refused(name: str) -> None:
         _module(**{name: 0})
 
 
-def test_several_processes_are_refused() -> None:
+def _shares(rank: int, processes: int, micro_batches: int) -> list[Batch]:
     module = _module()
-    module.setup("fit")  # without a trainer
-    module.trainer = SimpleNamespace(world_size=1)
+    module.trainer = SimpleNamespace(global_rank=rank, world_size=processes, accumulate_grad_batches=micro_batches)
     module.setup("fit")
-    module.trainer = SimpleNamespace(world_size=2)
-    with pytest.raises(DraftwrightError, match=r"training in 2 processes is not supported.* set trainer.devices=1"):
-        module.setup("fit")
+    assert len(module.train_dataloader()) == module.total_steps * micro_batches
+    return list(module.train_dataloader())
+
+
+def test_each_process_reads_only_its_share() -> None:
+    """Of each step the processes and micro-batches read every document once, beside spare ones."""
+    micro_batches = 2
+    shares = [_shares(rank, 2, micro_batches) for rank in range(2)]
+    for step, whole in enumerate(_documents(_module().train_dataloader())):
+        parts = [batch for share in shares for batch in share[step * micro_batches :][:micro_batches]]
+        assert sorted(chain(*(part.ids.tolist() for part in parts if not part.share.spare))) == sorted(whole)
+        assert all(part.ids.numel() == 1 for part in parts if part.share.spare)
+        assert {part.share.parts for part in parts} == {4}
+        assert all(part.share.tokens.ids.tolist() == whole for part in parts)
+
+
+def test_a_batch_is_split_by_tokens() -> None:
+    assert split_batch([0, 1, 2, 3], [5, 9, 4, 1], 2) == [[1, 3], [0, 2]]
+    assert split_batch([1], [5, 9], 3) == [[1], [], []]
 
 
 def test_nothing_to_train_on_is_an_error() -> None:

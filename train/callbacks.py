@@ -11,11 +11,26 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar, TQDMProgressBar
 from torch.optim import Optimizer
 
 from data.batch import Batch
 from train.module import is_logged
+
+
+def ends_step(trainer: Trainer, batch_idx: int) -> bool:
+    """Whether an optimiser step ends with this micro-batch: in between, a checkpoint would lack the gradients."""
+    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+
+
+class StepCheckpoint(ModelCheckpoint):
+    """Writes checkpoints only where an optimiser step ends."""
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if ends_step(trainer, batch_idx):
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
 
 class TrainingStopped(Exception):
@@ -50,7 +65,8 @@ class StopOnSignal(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._stop_if_asked(trainer)
+        if ends_step(trainer, batch_idx):
+            self._stop_if_asked(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop_if_asked(trainer)
@@ -116,7 +132,7 @@ class TrainingTime(Callback):
 
 class LogProgress(Callback):
     """Logs tokens per second (data loading included, validation not), gradient norm before clipping, and the learning
-    rate that the step uses (first parameter group), whenever the trainer logs."""
+    rate that the step uses (first parameter group), whenever the trainer logs; tokens of all processes."""
 
     def __init__(self) -> None:
         self._tokens, self._seconds, self._mark = 0, 0.0, 0.0
@@ -142,8 +158,9 @@ class LogProgress(Callback):
             self._seconds + now - self._mark,
             now,
         )
-        if is_logged(trainer, trainer.global_step - 1):  # the step was counted meanwhile
-            pl_module.log("train/tokens_per_s", self._tokens / self._seconds, prog_bar=True)
+        if ends_step(trainer, batch_idx) and is_logged(trainer, trainer.global_step - 1):  # it was counted meanwhile
+            speed = torch.tensor(self._tokens / self._seconds, device=pl_module.device)
+            pl_module.log("train/tokens_per_s", speed, prog_bar=True, sync_dist=True, reduce_fx="sum")
             self._tokens, self._seconds = 0, 0.0
 
 

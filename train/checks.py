@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 
 from conf.check import convert_all
@@ -101,6 +102,16 @@ def try_trainer(trainer_factory: Any) -> Trainer:
         raise DraftwrightError(
             f"no trainer can be made from the keys trainer.* ({first_line(error)}): correct them, or use trainer=cpu"
         ) from error
+
+
+def check_strategy(trainer: Trainer) -> None:
+    """Raise DraftwrightError for a way to share the work in which training would fail or be wrong: sharding cuts
+    matrices into flat pieces, while Muon orthogonalises whole ones."""
+    if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+        raise DraftwrightError(
+            f"trainer.strategy={type(trainer.strategy).__name__} is not supported, a draft is small and its optimiser "
+            "needs whole matrices: use trainer=ddp"
+        )
 
 
 def place(source: TargetSource, trainer: Trainer) -> TargetSource:

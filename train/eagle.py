@@ -53,6 +53,6 @@ class EagleModule(DraftModule):
         wanted = unrolled.target_states.to(unrolled.states.dtype).expand_as(unrolled.states)
         distance = F.smooth_l1_loss(unrolled.states, wanted, reduction="none").mean(dim=-1)
         valid = unrolled.alignment.valid
-        by_step = (distance * valid).sum(dim=1) / valid.sum(dim=1).clamp(min=1)
+        by_step = (distance * valid).sum(dim=1) / self._counts(unrolled, valid)
         decay = self.decay ** torch.arange(self.steps, device=valid.device)
         return loss + self.regression * (decay * by_step).sum(), steps

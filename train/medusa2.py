@@ -12,7 +12,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -56,11 +55,11 @@ class Medusa2Module(MedusaModule):
 
     def _loss(self, unrolled: Unrolled) -> tuple[Tensor, Tensor]:
         heads, steps = super()._loss(unrolled)
-        count = unrolled.tokens.numel()
+        valid = unrolled.alignment.valid[:1]  # some head predicts each of these tokens
         language, _ = chunked_head_loss(
             unrolled.target_states[None],
             [self.target.head_weight()],
-            torch.full((1, count), 1 / max(1, count), device=unrolled.tokens.device),
+            valid / self._counts(unrolled, valid)[:, None],
             unrolled.target_states.detach(),
             self.target.head_weight(),
             hard_cross_entropy,

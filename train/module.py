@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from data.alignment import Alignment, align
-from data.batch import Batch
+from data.batch import Batch, Share
 from spec_decode.drafter import VocabularyDrafter
 from spec_decode.errors import DraftwrightError
 from spec_decode.target import Target
@@ -32,12 +32,13 @@ PRECISIONS = ("32-true", "bf16-mixed")
 @dataclass(frozen=True)
 class Unrolled:
     """Draft states [K, S, H] that predict S supervised tokens at K steps, the target's states for them [S, H'], and
-    the tokens [S]."""
+    the tokens [S]; share: that of the batch, None where the rows were drawn."""
 
     alignment: Alignment
     states: Tensor
     target_states: Tensor
     tokens: Tensor
+    share: Share | None = None
 
 
 def is_logged(trainer: Trainer, step: int) -> bool:
@@ -87,6 +88,7 @@ class DraftModule(LightningModule):
         self.register_buffer("vocabulary", vocabulary, persistent=False)
         self.register_buffer("target_head", head[vocabulary.to(head.device)], persistent=False)
         self.train_metrics, self.val_metrics = UnrollMetrics(steps), UnrollMetrics(steps)
+        self._losses: list[Tensor] = []  # of the micro-batches of this step: the total, then each step's, [1 + K]
 
     vocabulary: Tensor
     target_head: Tensor
@@ -105,19 +107,37 @@ class DraftModule(LightningModule):
             )
 
     def training_step(self, batch: Batch, batch_index: int) -> Tensor:
-        unrolled = self._unrolled(batch)
+        unrolled = self._counted(batch)
         loss, steps = self._loss(unrolled)
-        self.log("train/loss", loss.detach(), prog_bar=True)
-        self.log_dict({f"train/loss/{step}": value for step, value in enumerate(steps)})
-        if is_logged(self.trainer, self.global_step):
+        self._losses.append(torch.stack((loss.detach(), *steps.detach())))
+        logged = is_logged(self.trainer, self.global_step)
+        if logged:
             self._measure(unrolled, self.train_metrics)
+        if (batch_index + 1) % self.trainer.accumulate_grad_batches == 0:
+            self._log_step(logged)
+        return loss
+
+    def _log_step(self, logged: bool) -> None:
+        """Log what the micro-batches of an optimiser step have left, of all processes together."""
+        loss, *steps = torch.stack(self._losses).mean(0)
+        self._losses.clear()
+        self.log("train/loss", loss, prog_bar=True, sync_dist=True)
+        self.log_dict({f"train/loss/{step}": value for step, value in enumerate(steps)}, sync_dist=True)
+        if logged:
             metrics = self.train_metrics.compute()
             self.log_dict({f"train/{name}": value for name, value in metrics.items() if "loss" not in name})
             self.train_metrics.reset()
-        return loss
 
     def validation_step(self, batch: Batch, batch_index: int) -> None:
-        self._measure(self._unrolled(batch), self.val_metrics)
+        self._measure(self._counted(batch), self.val_metrics)
+
+    def _counted(self, batch: Batch) -> Unrolled:
+        """The unrolled batch, in which no token counts if the batch is a spare one."""
+        unrolled = self._unrolled(batch)
+        if batch.share is None or not batch.share.spare:
+            return unrolled
+        alignment = replace(unrolled.alignment, valid=torch.zeros_like(unrolled.alignment.valid))
+        return replace(unrolled, alignment=alignment)
 
     def on_validation_epoch_end(self) -> None:
         metrics = self.val_metrics.compute()
@@ -130,7 +150,27 @@ class DraftModule(LightningModule):
         alignment = align(batch.loss_mask, batch.offsets, self.steps)
         states = self.unroll(batch, alignment.rows)
         states = torch.stack([state[index] for state, index in zip(states, alignment.index, strict=True)])
-        return Unrolled(alignment, states, batch.last_hidden[alignment.targets - 1], batch.ids[alignment.targets])
+        target_states, tokens = batch.last_hidden[alignment.targets - 1], batch.ids[alignment.targets]
+        return Unrolled(alignment, states, target_states, tokens, batch.share)
+
+    def _counts(self, unrolled: Unrolled, valid: Tensor) -> Tensor:
+        """By how many tokens the loss of each step is divided, float [K], where it counts `valid` [K, S] here.
+
+        The average over processes and micro-batches, as Lightning averages their gradients: so the sum over all of
+        them is divided by the tokens of them all.
+        """
+        share = unrolled.share
+        if share is None:
+            counts = valid.sum(1).float()
+            if distributed.is_initialized():
+                distributed.all_reduce(counts, distributed.ReduceOp.SUM)
+                counts /= distributed.get_world_size()
+            return counts.clamp(min=1)
+        alignment = align(share.tokens.loss_mask, share.tokens.offsets, self.steps)
+        whole = alignment.valid[: len(valid)]
+        if self.labels == "data":
+            whole = whole & self._draft_ids(share.tokens.ids.long()[alignment.targets])[1]
+        return whole.sum(1).clamp(min=1) / share.parts
 
     def _loss(self, unrolled: Unrolled) -> tuple[Tensor, Tensor]:
         """(loss, mean loss of each step that counts [K])."""
@@ -139,19 +179,19 @@ class DraftModule(LightningModule):
         if self.labels == "data":
             labels, known = self._draft_ids(unrolled.tokens)
             valid = valid & known
-        counts = valid.sum(dim=1, keepdim=True).clamp(min=1)
+        counts = self._counts(unrolled, valid)
         decay = self.decay ** torch.arange(steps, device=valid.device)[:, None]
         heads, objective = self._objective()
         loss, sums = chunked_head_loss(
             unrolled.states[:steps],
             heads[:steps],
-            valid / counts * decay,
+            valid / counts[:, None] * decay,
             unrolled.target_states,
             self.target_head,
             objective,
             labels,
         )
-        return loss, sums / counts[:, 0]
+        return loss, sums / counts
 
     def _objective(self) -> tuple[list[Tensor], Loss]:
         """The heads and the loss that are trained; metrics take the draft's heads and `self.loss`."""

@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_only
+
 from spec_decode.checkpoint import write_folder
 
 _PACKAGES = ("draftwright", "torch", "transformers", "lightning", "datasets", "hydra-core", "safetensors", "numpy")
@@ -57,8 +59,10 @@ def command_line() -> str:
     return " ".join([program, *map(shlex.quote, words)])
 
 
+@rank_zero_only
 def write_record(folder: Path, name: str, record: Mapping[str, Any]) -> None:
-    """Write `record` as folder/name, atomically. Raises DraftwrightError if the folder can't be written."""
+    """Write `record` as folder/name, atomically and in the first process alone. Raises DraftwrightError if the folder
+    can't be written."""
     write_folder(folder, {name: lambda path: path.write_text(json.dumps(record, indent=2, default=str) + "\n")})
 
 

@@ -97,6 +97,7 @@ def identity(settings: TrainSettings, target: Target) -> dict[str, Any]:
         "features": settings.features,
         "features_dtype": settings.features_dtype,
         "trainer.gradient_clip_val": settings.trainer.get("gradient_clip_val"),
+        "trainer.accumulate_grad_batches": settings.trainer.get("accumulate_grad_batches"),
     }
 
 

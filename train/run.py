@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import wandb
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_class, instantiate
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import WandbLogger
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
@@ -35,11 +36,12 @@ from spec_decode.errors import DraftwrightError, first_line
 from spec_decode.formats import export_draft, find_layout
 from spec_decode.target_hf import HFTarget, TargetSource, open_target, tokenizer_fingerprint
 from spec_decode.tree import TreePlan
-from train.callbacks import KeepRandomState, LogProgress, StopOnSignal, TrainingTime, progress_bar
-from train.checks import check_draft, check_fit, check_module, place, try_optimizer, try_trainer
+from train.callbacks import KeepRandomState, LogProgress, StepCheckpoint, StopOnSignal, TrainingTime, progress_bar
+from train.checks import check_draft, check_fit, check_module, check_strategy, place, try_optimizer, try_trainer
 from train.draft import build_draft
 from train.export import Card, write_readme
 from train.nonfinite import GuardSteps
+from train.processes import first_process_speaks, in_turn
 from train.provenance import command_line, hyperparameters, provenance, write_record
 from train.publish import served, write_export
 from train.resume import (
@@ -66,7 +68,8 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     config = plain(cfg)
     settings = build(TrainSettings, config)
     try:
-        return _train(settings, config)
+        with first_process_speaks():
+            return _train(settings, config)
     finally:
         wandb.finish()  # each job of a sweep is a W&B run of its own
 
@@ -82,18 +85,24 @@ def _train(settings: TrainSettings, config: dict[str, Any]) -> dict[str, Any]:
         find_layout(kind, name)
     start = load_start(settings.init_from, kind)
     module_factory = _module_factory(settings)
-    source = place(settings.target, try_trainer(instantiate(settings.trainer, _convert_="all")))
+    tried = try_trainer(instantiate(settings.trainer, _convert_="all"))
+    check_strategy(tried)
+    source = place(settings.target, tried)
+    one_at_a_time = partial(in_turn, settings.cache_dir, tried.world_size)
     record = provenance(config)
     write_record(folder, "run.json", record)
     logger = _logger(settings, record)  # before the long work, so that a missing key shows at once
 
+    with one_at_a_time():
+        _ = source.location  # converts a packaged target
     target, tokenizer = open_target(source)
     check_fit(settings, kind, options, target.spec)
     check_start(settings, start, target.spec.vocab_size, tokenizer_fingerprint(tokenizer))
     now = identity(settings, target) | start_identity(start)
     if checkpoint:
         refuse_changes(checkpoint, then, now | {key: then.get(key) for key in OF_THE_DATA})  # these once they are read
-    prepared, vocabulary = _prepare(settings, target, tokenizer)
+    with one_at_a_time():
+        prepared, vocabulary = _prepare(settings, target, tokenizer)
     if start is not None:
         vocabulary = DraftVocabulary(start.vocabulary(), target.spec.vocab_size)
     now |= data_identity(prepared.train, vocabulary.ids)
@@ -111,7 +120,8 @@ def _train(settings: TrainSettings, config: dict[str, Any]) -> dict[str, Any]:
     for name in settings.exports:
         export_draft(draft, name, served(source, target))  # says now what a format can't hold
     module = module_factory(draft=draft, target=target)
-    datamodule = _datamodule(settings, target, prepared, draft.taps)  # may capture for long
+    with one_at_a_time():
+        datamodule = _datamodule(settings, target, prepared, draft.taps)  # may capture for long
     clock = TrainingTime()
     trainer = _trainer(settings, datamodule, logger, [RememberSettings(now), clock])
     with _plain_interrupt():
@@ -119,9 +129,12 @@ def _train(settings: TrainSettings, config: dict[str, Any]) -> dict[str, Any]:
         record["training_seconds"] = clock.seconds()
         trainer.save_checkpoint(folder / LAST)
     card = _card(settings, target, record, trainer.global_step)
-    draft.save_pretrained(folder / "draft", readme=card.text())
+    if trainer.is_global_zero:
+        draft.save_pretrained(folder / "draft", readme=card.text())
     print(f"draft written to {folder / 'draft'}")
     metrics = _heldout_metrics(trainer, module, datamodule)
+    if not trainer.is_global_zero:
+        return {"metrics": metrics, "eval": None, "draft": str(folder / "draft")}
     tuned = module.export_target(folder / f"{target.spec.name}-{settings.variant.name}", tokenizer)
     if tuned is not None:
         print(f"tuned target written to {tuned}")
@@ -251,7 +264,7 @@ def _trainer(settings: TrainSettings, datamodule: DraftDataModule, logger: Any, 
         GuardSteps(settings.output_dir, settings.on_nan, settings.output_dir / LAST),
         *own,
         StopOnSignal(settings.output_dir / LAST),
-        ModelCheckpoint(
+        StepCheckpoint(
             dirpath=settings.output_dir,
             filename=LAST.removesuffix(".ckpt"),
             train_time_interval=timedelta(minutes=settings.checkpoint_minutes),
@@ -262,7 +275,8 @@ def _trainer(settings: TrainSettings, datamodule: DraftDataModule, logger: Any, 
         settings.trainer,
         _convert_="all",
         max_epochs=1,
-        val_check_interval=min(settings.trainer["val_check_interval"], datamodule.total_steps),
+        val_check_interval=min(settings.trainer["val_check_interval"], datamodule.total_steps)
+        * (settings.trainer.get("accumulate_grad_batches") or 1),  # Lightning counts micro-batches
         limit_val_batches=len(datamodule.val_dataloader()),
         default_root_dir=str(settings.output_dir),
     )(callbacks=callbacks, logger=logger, plugins=[AtomicCheckpointIO()])

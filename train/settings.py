@@ -22,9 +22,10 @@ _RANGES: dict[tuple[str, str], Any] = {
     ("trainer", "val_check_interval"): Positive,
     ("trainer", "log_every_n_steps"): Positive,
     ("trainer", "gradient_clip_val"): NonNegative | None,
+    ("trainer", "accumulate_grad_batches"): Positive | None,
 }
 # What train/run.py tells the trainer itself.
-_OURS = ("accumulate_grad_batches", "callbacks", "default_root_dir", "limit_val_batches", "logger", "max_epochs",
+_OURS = ("callbacks", "default_root_dir", "limit_val_batches", "logger", "max_epochs",
          "max_steps", "plugins")  # fmt: skip
 
 
