@@ -97,4 +97,4 @@ class Batch:
         """The same batch on another device."""
         tensors = (self.ids, self.loss_mask, self.offsets, self.features, self.last_hidden)
         share = self.share and replace(self.share, tokens=self.share.tokens.to(device))
-        return Batch(*(tensor.to(device) for tensor in tensors), share)  # type: ignore[call-overload]
+        return Batch(*(tensor.to(device) for tensor in tensors), share)  # type: ignore[call-arg,call-overload]

@@ -153,5 +153,5 @@ def test_processes_prepare_one_after_another(tmp_path: Path) -> None:
 
 def test_sharded_strategies_are_refused() -> None:
     trainer = SimpleNamespace(strategy=FSDPStrategy(accelerator="cpu"))
-    with pytest.raises(DraftwrightError, match="strategy=FSDPStrategy is not supported.*use trainer=ddp"):
+    with pytest.raises(DraftwrightError, match=r"strategy=FSDPStrategy is not supported.*use trainer=ddp"):
         check_strategy(trainer)
