@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_only
 @contextlib.contextmanager
 def first_process_speaks() -> Iterator[None]:
     """Only the first of all processes prints."""
-    if not rank_zero_only.rank:
+    if not rank_zero_only.rank:  # type: ignore[attr-defined]
         yield
         return
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
