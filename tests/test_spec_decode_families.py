@@ -54,7 +54,7 @@ REFUSED = {
 
 def _target(config: PreTrainedConfig) -> HFTarget:
     torch.manual_seed(0)
-    return HFTarget(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double(), config.model_type)
+    return HFTarget(AutoModelForCausalLM.from_config(config).double(), config.model_type)
 
 
 @pytest.fixture(scope="module", params=WORK)

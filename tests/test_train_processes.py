@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import FSDPStrategy
 from transformers import LlamaForCausalLM
 
 from data.batch import Sequences
-from data.features import OnlineFeatures
+from data.features import Features
 from data.module import DraftDataModule
 from spec_decode.drafters.eagle3 import Eagle3Draft
 from spec_decode.drafters.medusa import MedusaDraftModel
@@ -78,9 +78,7 @@ def _fit(
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(50, (sum(LENGTHS),), generator=generator, dtype=torch.int32)
     mask = torch.cat([torch.arange(length) >= length // 3 for length in LENGTHS])
-    source = OnlineFeatures(
-        module.target, Sequences(ids, mask, torch.tensor([0, *LENGTHS]).cumsum(0)), module.draft.taps
-    )
+    source = Features(module.target, Sequences(ids, mask, torch.tensor([0, *LENGTHS]).cumsum(0)), module.draft.taps)
     trainer = Trainer(
         accelerator="cpu", devices=processes, strategy="ddp_fork" if processes > 1 else "auto", max_epochs=1,
         accumulate_grad_batches=micro_batches, gradient_clip_val=0.5, val_check_interval=5 * micro_batches,
