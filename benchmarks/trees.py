@@ -37,6 +37,7 @@ def main(folder: str, tree: str, path: str, dtype: str) -> None:
         "tuned": read_tree(Path(tree)),
         "chain of 3": StaticTree((1, 1, 1)),
         "chain of 5": StaticTree((1, 1, 1, 1, 1)),
+        "8 nodes": DynamicTree(depth=2, top_k=4, nodes=8),  # conf/tree/small.yaml
         "16 nodes": DynamicTree(depth=4, top_k=8, nodes=16),
         "32 nodes": DynamicTree(depth=5, top_k=8, nodes=32),
         "60 nodes": DynamicTree(depth=6, top_k=10, nodes=60),

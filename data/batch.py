@@ -105,7 +105,9 @@ class Batch:
 
     def to(self, device: object) -> Batch:
         """The same batch on another device."""
-        names = ("ids", "loss_mask", "offsets", "features", "last_hidden")
-        moved = {name: getattr(self, name).to(device) for name in names}
         share = self.share and replace(self.share, tokens=self.share.tokens.to(device))
-        return Batch(**moved, share=share)
+        return Batch(**{name: tensor.to(device) for name, tensor in self.tensors().items()}, share=share)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All but `share`, by name."""
+        return {name: value for name, value in vars(self).items() if name != "share"}

@@ -61,7 +61,7 @@ def test_cached_states_are_those_of_each_document_alone(target, sequences, tmp_p
 def test_online_equals_cache(target, sequences, tmp_path):
     cached = cached_features(target, sequences, TAPS, tmp_path, "train").batch([1, 4, 2])
     online = Features(target, sequences, TAPS).batch([1, 4, 2])
-    for left, right in zip(vars(cached).values(), vars(online).values(), strict=True):
+    for left, right in zip(cached.tensors().values(), online.tensors().values(), strict=True):
         torch.testing.assert_close(left, right)
 
 
@@ -142,7 +142,7 @@ def counting(monkeypatch, stop_after=None):
 
 
 def same(left, right):
-    return all(torch.equal(a, b) for a, b in zip(vars(left).values(), vars(right).values(), strict=True))
+    return all(torch.equal(a, b) for a, b in zip(left.tensors().values(), right.tensors().values(), strict=True))
 
 
 @pytest.mark.parametrize("batches", [0, 1, 2])
@@ -197,7 +197,7 @@ def test_hybrid_computes_each_document_once_and_equals_the_cache(target, sequenc
     seen = counting(monkeypatch)
     for documents in ([3, 0], [1], [4, 2], [2, 0], [1, 4, 3]):
         for left, right in zip(
-            vars(hybrid.batch(documents)).values(), vars(cached.batch(documents)).values(), strict=True
+            hybrid.batch(documents).tensors().values(), cached.batch(documents).tensors().values(), strict=True
         ):
             torch.testing.assert_close(left, right)
     assert [len(batch) for batch in seen] == [2, 1, 2]

@@ -52,7 +52,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 def same(left: Batch, right: Batch) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(vars(left).values(), vars(right).values(), strict=True))
+    return all(torch.equal(a, b) for a, b in zip(left.tensors().values(), right.tensors().values(), strict=True))
 
 
 @pytest.mark.parametrize("taps", [(), (2,), (5,), (2, 5), (2, 4), (2, 4, 5)], ids=str)

@@ -148,7 +148,7 @@ def bigram_row(target: BigramLM, token: int, sampling: Sampling) -> torch.Tensor
         ({"sampling": 1.0}, TypeError, "sampling must be a Sampling, not float"),
         ({"draft": bigram(0, 5)}, ValueError, "'bigram' has a vocabulary of 5 tokens, but target 'toy' has 32"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_wrong_arguments_are_named(
     target: MultiLayerCausalLM, change: dict[str, Any], error: type[Exception], message: str

@@ -243,7 +243,7 @@ WRONG = {
     "draft_vocab_size=abc": "draft_vocab_size=abc ",
     "draft_vocab_size=0": "draft_vocab_size=0 ",
     "checkpoint_minutes=abc": "checkpoint_minutes=abc .* a number of at least 0",
-    "features=foo": "features=foo .* cache or online",
+    "features=foo": "features=foo .* cache or hybrid or online",
     "output_dir=3": "output_dir=3 .* a path",
     "foo=1": "no config key 'foo'",
     "trainer.val_check_interval=null": "trainer.val_check_interval=null ",

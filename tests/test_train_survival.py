@@ -26,11 +26,10 @@ from train.nonfinite import GuardSteps
 DRIVER = """
 import os, resource, signal, sys
 from pathlib import Path
-from lightning.pytorch.callbacks import ModelCheckpoint
 from train import callbacks, cli, run
 
 happens = sys.argv.pop(1)
-run.ModelCheckpoint = lambda train_time_interval, **rest: ModelCheckpoint(every_n_train_steps=5, **rest)
+run.StepCheckpoint = lambda train_time_interval, **rest: callbacks.StepCheckpoint(every_n_train_steps=5, **rest)
 
 def after(self, trainer, *_):
     if trainer.global_step == 17 and happens == "killed":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,9 +84,7 @@ class GuardSteps(Callback):
     def _stopped(self, step: int, norm: float, rank: int) -> DraftwrightError:
         """Write the batch and how to look at it; the error that ends the run."""
         assert self._batch is not None
-        tensors = {
-            field.name: getattr(self._batch, field.name).cpu().contiguous() for field in dataclasses.fields(Batch)
-        }
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in self._batch.tensors().items()}
         name, loss = "bad_batch" if rank == 0 else f"bad_batch_{rank}", float(self._loss)
         text = HOW_TO_LOOK.format(step=step, loss=loss, norm=norm, name=name)
         write_folder(
