@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,7 +104,7 @@ class Batch:
         lengths = self.offsets.diff().tolist()
         return torch.cat([document[:length] for document, length in zip(states, lengths, strict=True)])
 
-    def to(self, device: object) -> Batch:
+    def to(self, device: Any) -> Batch:
         """The same batch on another device."""
         share = self.share and replace(self.share, tokens=self.share.tokens.to(device))
         return Batch(**{name: tensor.to(device) for name, tensor in self.tensors().items()}, share=share)
