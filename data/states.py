@@ -59,14 +59,17 @@ def bytes_per_token(states: int, hidden_size: int, dtype: StateDtype, target_dty
 
 
 class StateStore:
-    """The shards of one folder with the states `names` of documents that have these lengths.
+    """The shards of one folder with the states `names` of documents that have these lengths, stored as `dtype` says.
 
     Shards of another fingerprint or other states are ignored. What was added is on disk after `flush`, which happens by
     itself every SHARD_TOKENS tokens; one call of `add` never comes apart.
     """
 
-    def __init__(self, folder: Path, fingerprint: str, lengths: list[int], names: Sequence[str]) -> None:
+    def __init__(
+        self, folder: Path, fingerprint: str, lengths: list[int], names: Sequence[str], dtype: StateDtype
+    ) -> None:
         self.folder, self.fingerprint, self.lengths, self.names = folder, fingerprint, lengths, list(names)
+        self.dtype = dtype
         self._places: dict[int, tuple[safe_open, int]] = {}  # document -> (shard, first row)
         self._pending: dict[int, States] = {}
         for path in sorted(folder.glob("*.safetensors")):
@@ -93,8 +96,9 @@ class StateStore:
         return [decode(stored, name, dtype) for name in names]
 
     def add(self, states: Mapping[int, States]) -> None:
-        """Keep the encoded states of these documents."""
-        self._pending |= {number: {key: state.cpu() for key, state in of.items()} for number, of in states.items()}
+        """Keep the states of these documents."""
+        encoded = {document: encode(of, self.dtype) for document, of in states.items()}
+        self._pending |= {document: {key: state.cpu() for key, state in of.items()} for document, of in encoded.items()}
         if sum(self.lengths[document] for document in self._pending) >= SHARD_TOKENS:
             self.flush()
 

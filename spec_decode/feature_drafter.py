@@ -161,10 +161,8 @@ class FeatureDrafter(VocabularyDrafter):
     def __init__(self, config: FeatureDraftConfig) -> None:
         super().__init__(config)
         self._embed: Callable[[Tensor], Tensor] | None = None
-        if self.shares_head:
-            self.frozen_head = FrozenHead(config.hidden_size, config.draft_vocab_size)
-        else:
-            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        sizes = config.hidden_size, config.draft_vocab_size
+        self.lm_head: nn.Linear | FrozenHead = FrozenHead(*sizes) if self.shares_head else nn.Linear(*sizes, bias=False)
 
     def bind(self, target: Target) -> None:
         check_sizes(self.config, target.spec)
@@ -177,11 +175,7 @@ class FeatureDrafter(VocabularyDrafter):
             self.heads()[0].copy_(head_weight.detach()[self.vocabulary().to(head_weight.device)])
 
     def heads(self) -> list[Tensor]:
-        return [self._head.weight]  # type: ignore[list-item]
-
-    @property
-    def _head(self) -> nn.Module:
-        return self.frozen_head if self.shares_head else self.lm_head
+        return [self.lm_head.weight]
 
     # --- computing -------------------------------------------------------------------------------------------------
 
@@ -246,7 +240,7 @@ class FeatureDrafter(VocabularyDrafter):
 
     def _log_q(self, read: Tensor) -> Tensor:
         """[M, H] -> log-probabilities [M, V_draft]."""
-        return self._head(read).float().log_softmax(-1)
+        return self.lm_head(read).float().log_softmax(-1)
 
     # --- files -----------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from spec_decode.errors import check_type
 from spec_decode.layers import FrozenHead
 
 _ROWS = 8  # what oneDNN chooses the layout for; every number of rows can use it
@@ -34,8 +35,9 @@ def pack_linears(model: nn.Module) -> None:
     """Replace the linear layers of a model, in place. Nothing may train, move or bind it to another target any more.
 
     Does nothing for weights that are not on a CPU, or of a dtype that can't be packed there. Costs a second copy of
-    the weights in memory.
+    the weights in memory. Raises TypeError for what is no model.
     """
+    check_type("model", model, nn.Module, "a torch module, such as the model of an HFTarget")
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, nn.Linear | FrozenHead) and child.weight.device.type == "cpu":

@@ -160,8 +160,8 @@ def test_every_turn_is_answered_on_own_earlier_answers(run: Any, server: Fake) -
 
 
 def test_key_and_top_k_are_sent(run: Any, server: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MY_KEY", "secret")
-    run([chat("a")], key_variable="MY_KEY", top_k=7)
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    run([chat("a")], top_k=7)
     assert server.keys == {"Bearer secret"}
     assert server.asked[0]["top_k"] == 7
 
@@ -320,7 +320,7 @@ def test_no_answer_at_all_is_a_mistake(run: Any, server: Fake) -> None:
     ],
 )
 def test_addresses(url: str, base: str | None) -> None:
-    given = Server(url, None, "KEY", 1, 1.0)
+    given = Server(url, None, 1, 1.0)
     if base is not None:
         assert given.base == base
         return

@@ -1,25 +1,15 @@
 """Linear layers with packed weights compute what plain ones do."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaForCausalLM
 
 from spec_decode.layers import FrozenHead
 from spec_decode.packed_linear import PackedLinear, pack_linears
-from spec_decode.target_hf import HFTarget, new_llama
-
-
-def tiny() -> HFTarget:
-    torch.manual_seed(0)
-    return new_llama(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-        max_position_embeddings=128,
-    )
+from spec_decode.target_hf import HFTarget
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -32,10 +22,10 @@ def test_a_packed_layer_computes_what_the_plain_one_does(bias: bool, rows: tuple
         torch.testing.assert_close(PackedLinear(plain)(x), plain(x), rtol=1e-5, atol=1e-6)
 
 
-def test_a_packed_target_keeps_its_parameters_and_its_output() -> None:
-    target, packed = tiny(), tiny()
+def test_a_packed_target_keeps_its_parameters_and_its_output(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
+    target, packed = (HFTarget(tiny_llama(tie_word_embeddings=True), "tiny") for _ in range(2))
     pack_linears(packed.model)
-    assert sum(isinstance(module, PackedLinear) for module in packed.model.modules()) == 2 * 7 + 1
+    assert sum(isinstance(module, PackedLinear) for module in packed.model.modules()) == 8 * 7 + 1
     assert packed.identity() == target.identity()
     assert packed.head_weight() is packed.model.get_input_embeddings().weight  # still tied
     ids = torch.arange(20)[None]
@@ -49,7 +39,7 @@ def test_a_packed_target_keeps_its_parameters_and_its_output() -> None:
     assert torch.equal(again, ours)
 
 
-def test_weights_that_cannot_be_packed_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_cannot_be_packed_stay() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
     pack_linears(model)
     x = torch.randn(2, 4, dtype=torch.float64)
@@ -67,3 +57,8 @@ def test_a_frozen_head_is_packed_and_still_not_stored() -> None:
     torch.testing.assert_close(draft.frozen_head(x), x @ weight.T)
     assert draft.state_dict() == {}
     assert draft.frozen_head.weight is weight
+
+
+def test_what_is_no_model_is_named() -> None:
+    with pytest.raises(TypeError, match=r"model must be a torch module.*, not int"):
+        pack_linears(3)  # type: ignore[arg-type]

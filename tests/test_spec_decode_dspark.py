@@ -73,7 +73,7 @@ def fair() -> tuple[DSparkDraft, Any]:
     config = DSparkConfig.for_target(target.spec, num_drafts=2, num_layers=1, markov_rank=1, confidence_threshold=0.5)
     draft = DSparkDraft(config).double()
     draft.bind(target)
-    draft.frozen_head.weight.zero_()
+    draft.lm_head.weight.zero_()
     with torch.no_grad():
         draft.markov_head.embed_tokens.weight.copy_(torch.tensor([[1.0], [-1.0]]))
         draft.confidence.copy_(torch.tensor([0.0, 0.0, 1.0]))
@@ -150,7 +150,7 @@ def test_children_depend_on_their_parents_token_alone() -> None:
     for parent, nodes in children.items():
         if parent < 0:
             continue
-        log_q = (draft.frozen_head.weight @ hidden[depth[parent]] + weights[tree.tokens[parent]]).log_softmax(-1)
+        log_q = (draft.lm_head.weight @ hidden[depth[parent]] + weights[tree.tokens[parent]]).log_softmax(-1)
         best = log_q.topk(len(nodes))
         assert tree.tokens[nodes].tolist() == best.indices.tolist()
         torch.testing.assert_close(tree.log_q[nodes].double(), best.values, rtol=0, atol=1e-5)  # type: ignore[index]

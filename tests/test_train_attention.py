@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from train import attention
-from train.attention import make_blocks, unrolled_attention
-from train.flex import flex_unrolled_attention
+from train.attention import make_blocks, seen_columns, unrolled_attention
+from train.flex import flex_attend
 
 
 def naive(q, k0, v0, own_k, own_v, rows, offsets):
@@ -66,9 +66,12 @@ def test_flex_attention_computes_the_same(steps, masked):
     torch.manual_seed(0)  # forward only: torch differentiates FlexAttention on GPUs alone
     offsets = torch.tensor([0, 7, 8, 19])
     rows = torch.tensor([2, 3, 4, 6, 7, 8, 10, 11, 12, 13, 14, 15, 18])
-    starts = torch.tensor([0, 0, 0, 0, 7, 8, 8, 8, 8, 8, 8, 8, 8])
+    blocks = make_blocks(rows, offsets)
     shapes = [(13, 4, 8), (19, 2, 8), (19, 2, 8), (steps, 13, 2, 8), (steps, 13, 2, 8)]
     inputs = [torch.randn(shape) for shape in shapes]
     own_visible = torch.rand(13, steps) < 0.5 if masked else None
-    wanted = unrolled_attention(*inputs, rows, make_blocks(rows, offsets), own_visible)
-    torch.testing.assert_close(flex_unrolled_attention(*inputs, rows, starts, own_visible), wanted)
+    q, k0, v0, own_k, own_v = inputs
+    wanted = unrolled_attention(*inputs, rows, blocks, own_visible)
+    keys, values = torch.cat((k0, own_k.flatten(0, 1))), torch.cat((v0, own_v.flatten(0, 1)))
+    ours = flex_attend(q, keys, values, seen_columns(rows, blocks, len(k0), own_visible))
+    torch.testing.assert_close(ours, wanted)

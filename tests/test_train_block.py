@@ -256,7 +256,7 @@ def test_the_loss_of_dspark_by_hand(target: MultiLayerCausalLM, source: Features
             for anchor in range(3, 11 - step):
                 h, before = states[step, anchor - 1, :32], batch.ids[anchor + step]
                 markov = draft.markov_head.embed_tokens.weight[before]
-                q = (draft.frozen_head.weight @ h + draft.markov_head.lm_head.weight @ markov).softmax(-1)
+                q = (draft.lm_head.weight @ h + draft.markov_head.lm_head.weight @ markov).softmax(-1)
                 confidence = torch.sigmoid(draft.confidence @ torch.cat((h, markov)))
                 truth, distance = p[anchor + step], (p[anchor + step] - q).abs().sum()
                 accepted = 1 - distance / 2

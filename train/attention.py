@@ -1,18 +1,19 @@
 """Attention of training-time test: a row sees the first pass causally and its own later states.
 
 At step i, row t attends to K_0[0..t] and to K_1[t], ..., K_i[t], in one softmax. The own columns are kept apart as
-[rows, i] scores, so no [T, i * T] mask or score matrix ever exists. A GPU gets the same from train/flex.py.
+[rows, i] scores, so no [T, i * T] mask or score matrix ever exists. On GPUs FlexAttention does the same in one kernel.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from train.flex import flex_unrolled_attention
+from train.flex import flex_attend
 
 QUERY_ROWS = 256  # query rows per block; a block sees only the keys up to its last row
 RECOMPUTE_SCORES = 1 << 20  # blocks with more scores than this are recomputed in the backward pass
@@ -55,9 +56,8 @@ def unrolled_attention(
 
     own_visible: bool [R, i], which of its own columns a row sees; None for all."""
     if q.is_cuda and blocks:
-        sizes = torch.tensor([block.last - block.first for block in blocks])
-        starts = torch.tensor([block.start for block in blocks]).repeat_interleave(sizes).to(q.device)
-        return flex_unrolled_attention(q, k0, v0, own_k, own_v, rows, starts, own_visible)
+        all_k, all_v = torch.cat((k0, own_k.flatten(0, 1))), torch.cat((v0, own_v.flatten(0, 1)))
+        return flex_attend(q, all_k, all_v, seen_columns(rows, blocks, len(k0), own_visible))
     outputs = []
     for block in blocks:
         queries = slice(block.first, block.last)
@@ -70,6 +70,25 @@ def unrolled_attention(
         else:
             outputs.append(_attend(*parts))
     return torch.cat(outputs) if outputs else q.flatten(1)
+
+
+def seen_columns(
+    rows: Tensor, blocks: list[Block], shared: int, own_visible: Tensor | None
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """What a row sees where keys are laid out as K_0[0..shared), then every row's own step by step: K_1[0..R), ..."""
+    count = len(rows)
+    sizes = torch.tensor([block.last - block.first for block in blocks])
+    starts = torch.tensor([block.start for block in blocks]).repeat_interleave(sizes).to(rows.device)
+
+    def sees(row: Tensor, column: Tensor) -> Tensor:
+        context = (column < shared) & (column >= starts[row]) & (column <= rows[row])
+        own = (column - shared).clamp(min=0)
+        mine = (column >= shared) & (own % count == row)
+        if own_visible is not None and own_visible.shape[1]:
+            mine = mine & own_visible[row, own // count]
+        return context | mine
+
+    return sees
 
 
 def _attend(

@@ -15,12 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgre
 from torch.optim import Optimizer
 
 from data.batch import Batch
-from train.module import is_logged
-
-
-def ends_step(trainer: Trainer, batch_idx: int) -> bool:
-    """Whether an optimiser step ends with this micro-batch: in between, a checkpoint would lack the gradients."""
-    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+from train.module import ends_step, is_logged
 
 
 class StepCheckpoint(ModelCheckpoint):

@@ -17,7 +17,7 @@ from spec_decode.drafters.medusa import MedusaDraftModel
 from spec_decode.formats.layout import SPECULATIVE_TOKENS, ServedTarget
 from train.provenance import flat
 
-_METHODS: dict[type, str] = {
+METHODS: dict[type, str] = {
     Eagle3Draft: "eagle3",
     EagleDraft: "eagle",
     MedusaDraftModel: "medusa",
@@ -29,7 +29,7 @@ _SERVERS = {"vllm": "vLLM", "sglang": "SGLang", "speculators": "vLLM", "safeaila
 def model_card(draft: Any, name: str, target: ServedTarget, checkpoint: Path) -> str:
     """The card in Markdown. What it says of training and measuring comes from run.json and eval/report.json beside the
     checkpoint, as training writes them."""
-    method = _METHODS[type(draft)]
+    method = METHODS[type(draft)]
     licence = target_licence(target.location)
     beside = checkpoint.resolve().parent if checkpoint.resolve().name == "draft" else None
     run = _read(beside / "run.json") if beside else {}
@@ -129,7 +129,7 @@ def _measured(report: Mapping[str, Any]) -> str:
 
 def _serve(draft: Any, name: str, target: ServedTarget) -> str:
     """The commands for vLLM and SGLang, or where the format is for neither, how its own code loads it."""
-    method, place = _METHODS[type(draft)], shlex.quote(target.location)
+    method, place = METHODS[type(draft)], shlex.quote(target.location)
     k = SPECULATIVE_TOKENS
     if method == "medusa":
         k = min(k, draft.config.num_heads)

@@ -41,6 +41,11 @@ class Unrolled:
     share: Share | None = None
 
 
+def ends_step(trainer: Trainer, batch_index: int) -> bool:
+    """Whether an optimiser step ends with this micro-batch: in between, a checkpoint would lack the gradients."""
+    return (batch_index + 1) % trainer.accumulate_grad_batches == 0
+
+
 def is_logged(trainer: Trainer, step: int) -> bool:
     """Whether the trainer writes a row for optimiser step `step`, counted from 0."""
     every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
@@ -113,7 +118,7 @@ class DraftModule(LightningModule):
         logged = is_logged(self.trainer, self.global_step)
         if logged:
             self._measure(unrolled, self.train_metrics)
-        if (batch_index + 1) % self.trainer.accumulate_grad_batches == 0:
+        if ends_step(self.trainer, batch_index):
             self._log_step(logged)
         return loss
 

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_only
 @contextlib.contextmanager
 def first_process_speaks() -> Iterator[None]:
     """Only the first of all processes prints."""
-    if not rank_zero_only.rank:  # type: ignore[attr-defined]
+    if rank_zero_only(lambda: True)():
         yield
         return
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):

