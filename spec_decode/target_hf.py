@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from spec_decode.cache import TreeCache
-from spec_decode.errors import DraftwrightError, first_line
+from spec_decode.errors import DraftwrightError, check_type, first_line
 from spec_decode.grouped_attention import group_attention
 from spec_decode.packaged import default_cache, packaged_model
 from spec_decode.target import TargetOutput, TargetSpec, check_taps
@@ -61,6 +61,7 @@ class HFTarget:
 
     def __init__(self, model: PreTrainedModel, name: str = "", eos_token_ids: tuple[int, ...] = ()) -> None:
         """eos_token_ids: end-of-turn tokens beside those that the model's own configs name."""
+        check_type("model", model, PreTrainedModel, "a transformers causal LM")
         group_attention(model)
         self.model = model.eval().requires_grad_(False)
         self.spec = _spec(model, name, eos_token_ids)
@@ -190,6 +191,7 @@ class TargetSource:
 
 def open_target(source: TargetSource) -> tuple[HFTarget, PreTrainedTokenizerBase]:
     """Load a causal LM and its tokenizer. Raises DraftwrightError when it isn't there."""
+    check_type("source", source, TargetSource, "a TargetSource")
     tokenizer = open_tokenizer(source)
     model = _load(source.location, getattr(torch, source.dtype))
     # Chat models often keep the base model's end token in their config and name the turn's in the tokenizer.

@@ -1,5 +1,6 @@
 """Linear layers with packed weights compute what plain ones do."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -57,6 +58,20 @@ def test_a_frozen_head_is_packed_and_still_not_stored() -> None:
     torch.testing.assert_close(draft.frozen_head(x), x @ weight.T)
     assert draft.state_dict() == {}
     assert draft.frozen_head.weight is weight
+
+
+def test_a_packed_model_can_be_copied_cast_and_moved() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 4))
+    exact, x = copy.deepcopy(plain).double(), torch.randn(3, 8)
+    pack_linears(plain)
+    again = copy.deepcopy(plain)
+    torch.testing.assert_close(again.double()(x.double()), exact(x.double()), rtol=0, atol=1e-12)
+    torch.testing.assert_close(again.float()(x), exact.float()(x), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(plain(x), exact(x), rtol=1e-5, atol=1e-6)
+    packed = plain[0].packed
+    assert plain.to("cpu")[0].packed is packed  # nothing changed, nothing is packed again
+    assert plain.to("meta")[0].packed is None
 
 
 def test_what_is_no_model_is_named() -> None:

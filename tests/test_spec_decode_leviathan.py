@@ -306,3 +306,10 @@ def test_a_start_that_does_not_fit_is_one_sentence(target: MultiLayerCausalLM, t
 def test_sizes_that_are_not_possible(target: MultiLayerCausalLM, changes: dict[str, int], message: str) -> None:
     with pytest.raises(DraftwrightError, match=message):
         make_draft(target, **changes)
+
+
+def test_wrong_types_of_its_own_are_named() -> None:
+    with pytest.raises(TypeError, match="config must be a LeviathanConfig, not dict"):
+        LeviathanDraft({"num_layers": 2})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="folder must be a path, not int"):
+        load_draft(3)  # type: ignore[arg-type]

@@ -259,3 +259,10 @@ def test_the_committed_cache_equals_a_fresh_one(exact_target):
     for kept, expected in zip(cache.layers, fresh.layers, strict=True):
         torch.testing.assert_close(kept.keys, expected.keys, rtol=0, atol=1e-9)
         torch.testing.assert_close(kept.values, expected.values, rtol=0, atol=1e-9)
+
+
+def test_wrong_types_are_named() -> None:
+    with pytest.raises(TypeError, match="model must be a transformers causal LM, not Linear"):
+        HFTarget(nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="source must be a TargetSource, not str"):
+        open_target("SmolLM2")  # type: ignore[arg-type]

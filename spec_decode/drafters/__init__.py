@@ -7,11 +7,12 @@ from pathlib import Path
 
 from spec_decode.checkpoint import read_config
 from spec_decode.drafter import Drafter
-from spec_decode.errors import DraftwrightError
+from spec_decode.errors import DraftwrightError, check_type
 
 
 def load_draft(folder: str | Path) -> Drafter:
     """The draft in `folder`; config.json names its class as "file.Class" in this package."""
+    check_type("folder", folder, str | Path, "a path")
     name = str(read_config(Path(folder))["drafter"])
     module, _, kind = name.partition(".")
     try:

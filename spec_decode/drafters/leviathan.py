@@ -20,7 +20,7 @@ from torch import Tensor
 
 from spec_decode.checkpoint import read_config, read_tensors, write_draft
 from spec_decode.drafter import Drafter, VocabularyDrafter
-from spec_decode.errors import DraftwrightError, check_positive
+from spec_decode.errors import DraftwrightError, check_positive, check_type
 from spec_decode.feature_drafter import FeatureDraftConfig
 from spec_decode.growth import LevelMask, grow
 from spec_decode.sampling import GREEDY, Sampling
@@ -114,6 +114,7 @@ class LeviathanDraft(LanguageModelDraft, VocabularyDrafter):
 
     def __init__(self, config: LeviathanConfig, model: HFTarget | None = None) -> None:
         """model: used instead of one that is made as the config says."""
+        check_type("config", config, LeviathanConfig, "a LeviathanConfig")
         VocabularyDrafter.__init__(self, config)
         self.model = model or _first_model(config)
         self.lm = self.model.model.requires_grad_(True).train()  # a submodule, unlike its wrapper
