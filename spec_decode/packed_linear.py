@@ -1,7 +1,7 @@
 """Linear layers of a frozen model on a CPU, with weights that are laid out for its matrix products once.
 
 A pass of decoding multiplies 1 to 64 rows with every weight. Torch's product reads plain weights and lays them out
-anew in each call; with packed ones, 4 rows cost as much as 1 and 8 cost two thirds of before (fp32, AVX2).
+anew in each call; with packed ones a pass over 8 tokens takes three quarters of the time (benchmarks/passes.py).
 """
 
 from __future__ import annotations
