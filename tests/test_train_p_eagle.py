@@ -19,8 +19,7 @@ from spec_decode.drafters.p_eagle import PEagleConfig, PEagleDraft
 from spec_decode.errors import DraftwrightError
 from spec_decode.toy import MultiLayerCausalLM
 from spec_decode.tree import DynamicTree, SparseTree, StaticTree, TreePlan
-from train.p_eagle import PEagleModule, run_depths
-from train.unroll import nested
+from train.p_eagle import PEagleModule, nested, run_depths
 
 VOCAB, CONTEXT, STEPS, TAPS = 60, 48, 3, (2, 5)
 IDS = torch.arange(0, VOCAB, 3)  # the draft vocabulary

@@ -9,14 +9,15 @@ from torch import Tensor
 
 from data.batch import Batch
 from spec_decode.feature_drafter import FeatureDrafter
-from train.unroll import SubsampledModule, training_time_test
+from train.module import DraftModule
+from train.unroll import training_time_test
 
 
-class Eagle3Module(SubsampledModule):
+class Eagle3Module(DraftModule):
     """Training-time test for any `FeatureDrafter`, with no loss but that on the tokens."""
 
     draft: FeatureDrafter
 
-    def unroll(self, batch: Batch, rows: Tensor, kept: Tensor | None = None) -> Tensor:
+    def unroll(self, batch: Batch, rows: Tensor) -> Tensor:
         states = self.draft.target_states(batch)
-        return training_time_test(self.draft, self.target, batch, states, rows, self.steps, kept=kept)
+        return training_time_test(self.draft, self.target, batch, states, rows, self.steps)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -145,8 +144,8 @@ def chunked_head_loss(
     states [K, S, H], the draft's states of K unrolled steps, all of which predict the same S tokens; heads: the
     unembedding [V, H] of each step, or one for all; weights [K, S]; target_states [S, H'] and target_weight [V, H']
     frozen; labels [S]: draft ids that take all probability instead of the target's distribution. Where steps predict
-    other tokens, target_states are [K, S, H'] and labels [K, S]. Only pairs (k, s) with a weight are computed. Logits
-    exist for CHUNK_ROWS pairs at a time and their gradients for GROUP_ROWS, in the forward pass.
+    other tokens, target_states are [K, S, H'] and labels [K, S]. Logits exist for CHUNK_ROWS rows at a time and their
+    gradients for GROUP_ROWS, in the forward pass.
     Returns (weighted sum, unweighted sums over s where weights > 0 as [K]); only the former has a gradient.
     """
     learns = torch.is_grad_enabled()  # always off inside forward
@@ -166,35 +165,47 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         learns: bool,
         *heads: Tensor,
     ) -> tuple[Tensor, Tensor]:
+        compute = _compute_dtype(states)
         total = states.new_zeros((), dtype=torch.float32)
         steps = states.new_zeros(states.shape[0], dtype=torch.float32)
         grad_states = torch.zeros_like(states)
         trained = [learns and head.requires_grad for head in heads]  # a frozen head needs no gradient
         grad_heads = [torch.zeros_like(head) if train else None for head, train in zip(heads, trained, strict=True)]
-        # Pairs that count, those of one token beside each other, so that its p is computed once.
-        token, step = (weights.T > 0).nonzero(as_tuple=True)
-        compute = _compute_dtype(states)  # cast once, not for each chunk as autocast would
-        pairs, own, weight = states[step, token].to(compute), [head.to(compute) for head in heads], weights[step, token]
-        p_of = _Distributions(target_states.to(compute), target_weight.to(compute), labels, step, token)
-        for group in _slices(0, len(pairs), GROUP_ROWS):
-            grads = pairs.new_empty(len(pairs[group]), len(own[0])) if learns else None
-            for chunk in _slices(group.start, group.stop, CHUNK_ROWS):
-                readers = _readers(step[chunk], len(own))
-                logits = _precise(_by_head(pairs[chunk], [head.T for head in own], readers)).requires_grad_(learns)
+        # From here on [S, K, ...], so that chunks are contiguous, and cast once, not for each chunk as autocast would.
+        states, weights = states.transpose(0, 1).to(compute).contiguous(), weights.T
+        own = [head.to(compute) for head in heads]
+        target_weight = target_weight.to(compute)
+        target_states = _by_row(target_states.to(compute), 3, len(steps))
+        labels = None if labels is None else _by_row(labels, 2, len(steps))
+        # One head takes all steps in one product; several take one step each.
+        spans = [slice(None)] if len(own) == 1 else [slice(step, step + 1) for step in range(len(own))]
+        size, chunk_size = (max(1, rows // states.shape[1]) for rows in (GROUP_ROWS, CHUNK_ROWS))
+        for first in range(0, len(states), size):
+            group = states[first : first + size]
+            grads = group.new_empty(*group.shape[:2], len(own[0])) if learns else None
+            for start in range(0, len(group), chunk_size):
+                chunk = slice(start, start + chunk_size)
+                rows = slice(first + start, first + start + len(group[chunk]))
+                if labels is None:
+                    p = _precise(_product(target_states[rows], target_weight.T)).softmax(dim=-1)
+                else:
+                    p = F.one_hot(labels[rows], len(target_weight)).to(torch.float32)
+                parts = [_product(states[rows, span], head.T) for span, head in zip(spans, own, strict=True)]
+                logits = _precise(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).requires_grad_(learns)
                 with torch.set_grad_enabled(learns):
-                    values = loss(logits, p_of(chunk))
-                    weighted = (values * weight[chunk]).sum()
+                    values = loss(logits, p)
+                    weighted = (values * weights[rows]).sum()
                 total += weighted.detach()
-                steps.index_add_(0, step[chunk], values.detach().to(steps.dtype))
+                steps += (values.detach() * (weights[rows] > 0)).sum(dim=0)
                 if grads is not None:
-                    here = slice(chunk.start - group.start, chunk.stop - group.start)
-                    grads[here] = torch.autograd.grad(weighted, logits)[0]
-                    grad = _by_head(grads[here], own, readers)
-                    grad_states[step[chunk], token[chunk]] = grad.to(grad_states.dtype)
+                    grads[chunk] = torch.autograd.grad(weighted, logits)[0]
+                    for span, head in zip(spans, own, strict=True):
+                        grad = _product(grads[chunk, span], head).transpose(0, 1)
+                        grad_states[span, rows] = grad.to(grad_states.dtype)
             if grads is not None:
-                for reader, grad_head in zip(_readers(step[group], len(own)), grad_heads, strict=True):
+                for span, grad_head in zip(spans, grad_heads, strict=True):
                     if grad_head is not None:
-                        grad_head += grads[reader].T @ pairs[group][reader]
+                        grad_head += grads[:, span].flatten(0, 1).T @ group[:, span].flatten(0, 1)
         ctx.save_for_backward(grad_states, *grad_heads)  # type: ignore[arg-type]
         ctx.mark_non_differentiable(steps)
         return total, steps
@@ -207,44 +218,14 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         return grad_states * grad_total, None, None, None, None, None, None, *scaled
 
 
-class _Distributions:
-    """p of a chunk of pairs (step [M], token [M], ascending by token), fp32 [C, V]."""
-
-    def __init__(self, states: Tensor, weight: Tensor, labels: Tensor | None, step: Tensor, token: Tensor) -> None:
-        self.states, self.weight, self.labels, self.step, self.token = states, weight, labels, step, token
-        self.tokens = token.tolist()  # for slices: once, since each look at a device waits for it
-
-    def __call__(self, chunk: slice) -> Tensor:
-        step, token = self.step[chunk], self.token[chunk]
-        if self.labels is not None:
-            ids = self.labels[token] if self.labels.dim() == 1 else self.labels[step, token]
-            return F.one_hot(ids, len(self.weight)).to(torch.float32)
-        if self.states.dim() == 3:
-            return self._softmax(self.states[step, token])
-        first, last = self.tokens[chunk.start], self.tokens[chunk.stop - 1]
-        return self._softmax(self.states[first : last + 1])[token - first]
-
-    def _softmax(self, states: Tensor) -> Tensor:
-        return _precise(states @ self.weight.T).softmax(dim=-1)
+def _by_row(tensor: Tensor, dims: int, steps: int) -> Tensor:
+    """[S, ...], the same for all steps, or [K, S, ...], for `steps` of the K -> [S, 1 or steps, ...]."""
+    return tensor[:, None] if tensor.dim() < dims else tensor[:steps].transpose(0, 1)
 
 
-def _slices(start: int, stop: int, size: int) -> list[slice]:
-    return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
-
-
-def _readers(step: Tensor, heads: int) -> list[Any]:
-    """Which pairs each head reads: one head reads all, several read a step each."""
-    return [slice(None)] if heads == 1 else [step == head for head in range(heads)]
-
-
-def _by_head(rows: Tensor, matrices: Sequence[Tensor], readers: Sequence[Any]) -> Tensor:
-    """rows [M, A] times the matrix [A, B] of the head that reads each."""
-    if len(matrices) == 1:
-        return rows @ matrices[0]
-    out = rows.new_empty(len(rows), matrices[0].shape[1])
-    for matrix, reader in zip(matrices, readers, strict=True):
-        out[reader] = rows[reader] @ matrix
-    return out
+def _product(rows: Tensor, matrix: Tensor) -> Tensor:
+    """rows [R, K, A] @ matrix [A, B], as one product: for strided rows torch would copy the matrix R times."""
+    return (rows.reshape(-1, rows.shape[-1]) @ matrix).unflatten(0, rows.shape[:2])
 
 
 def _compute_dtype(tensor: Tensor) -> torch.dtype:

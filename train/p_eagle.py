@@ -15,32 +15,55 @@ all before it. The rows are drawn anew in each step.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from conf.check import Share
+from data.alignment import align
 from data.batch import Batch
 from spec_decode.drafters.p_eagle import PEagleDraft
 from spec_decode.target import Target
 from train.attention import make_blocks, unrolled_attention
 from train.block import check_drafts
-from train.unroll import SubsampledModule
+from train.module import DraftModule, Unrolled
+
+LEAST = 0.2  # share of the rows that every depth keeps
 
 
-class PEagleModule(SubsampledModule):
-    """`steps` is the number of depths."""
+class PEagleModule(DraftModule):
+    """keep: share of rows of one depth that the next keeps in training; `steps` is the number of depths."""
 
     draft: PEagleDraft
 
-    def __init__(self, draft: PEagleDraft, target: Target, **options: Any) -> None:
+    def __init__(self, draft: PEagleDraft, target: Target, *, keep: Share, **options: Any) -> None:
         check_drafts(draft.config.num_drafts, options["steps"])
         super().__init__(draft, target, **options)
+        self.keep = keep
 
-    def unroll(self, batch: Batch, rows: Tensor, kept: Tensor | None = None) -> Tensor:
-        if kept is None:
-            kept = torch.ones(self.steps, len(rows), dtype=torch.bool, device=rows.device)
+    def unroll(self, batch: Batch, rows: Tensor) -> Tensor:
+        kept = torch.ones(self.steps, len(rows), dtype=torch.bool, device=rows.device)
         return run_depths(self.draft, self.target, batch, rows, kept)
+
+    def _unrolled(self, batch: Batch) -> Unrolled:
+        if not self.training:
+            return super()._unrolled(batch)
+        alignment = align(batch.loss_mask, batch.offsets, self.steps)
+        kept = nested(len(alignment.rows), self.steps, self.keep, alignment.rows.device)
+        states = run_depths(self.draft, self.target, batch, alignment.rows, kept)
+        states = torch.stack([state[index] for state, index in zip(states, alignment.index, strict=True)])
+        alignment = replace(alignment, valid=alignment.valid & kept.gather(1, alignment.index))
+        targets = alignment.targets
+        return Unrolled(alignment, states, batch.last_hidden[targets - 1], batch.ids[targets])
+
+
+def nested(rows: int, depths: int, keep: float, device: torch.device) -> Tensor:
+    """Which rows each depth keeps, bool [depths, rows], drawn from torch's random state; depth 0 keeps all."""
+    rank = torch.randperm(rows, device=device)
+    shares = torch.tensor([max(keep**depth, LEAST) for depth in range(depths)], device=device)
+    return rank < (shares * rows).ceil()[:, None]
 
 
 def run_depths(draft: PEagleDraft, target: Target, batch: Batch, rows: Tensor, kept: Tensor) -> Tensor:
