@@ -385,7 +385,7 @@ def test_dspark_files_of_others(target: Target, served: ServedTarget) -> None:
         ({"markov_head_type": "rnn"}, "markov_head_type=rnn"),
         ({"markov_rank": None}, "lacks markov_rank"),
         ({"dspark_draft_topk": 8}, "dspark_draft_topk=8"),
-        ({"confidence_head_with_markov": None}, "confidence_head_with_markov"),
+        ({"confidence_head_with_markov": None}, "confidence_head_with_markov=False"),
         ({"markov_rank": 5}, r"'markov_head.markov_w1.weight' has shape \[64, 6\].* \[64, 5\]"),
         ({"enable_confidence_head": False}, "'confidence_head.proj.weight', which vllm's DSparkDraft has no place for"),
     ):

@@ -47,8 +47,8 @@ def read(config: dict[str, Any], tensors: Mapping[str, Tensor], layers: tuple[in
     """The draft's config."""
     refuse_others(config, {"markov_head_type": "vanilla", "dspark_draft_topk": None})
     if config.get("enable_confidence_head"):
-        # Where the key is missing, vLLM takes it for false.
-        refuse_others({"confidence_head_with_markov": False} | config, {"confidence_head_with_markov": True})
+        with_markov = bool(config.get("confidence_head_with_markov"))  # a missing key means false in vLLM
+        refuse_others({"confidence_head_with_markov": with_markov}, {"confidence_head_with_markov": True})
     if config.get("markov_rank") is None:
         raise DraftwrightError("config.json lacks markov_rank, without which a DSpark draft can't be read")
     shifted = config.get("sample_from_anchor", True)
