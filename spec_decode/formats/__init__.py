@@ -26,6 +26,7 @@ FORMATS: dict[str, tuple[Layout, ...]] = {
     "medusa": medusa.LAYOUTS,
 }
 
+# vLLM 0.32 reads MTP modules only as parts of the models that were trained with them, DeepSeek's for one, and no Hydra.
 _NO_SERVER = (
     "Draftwright writes no server's format for it; measure it with `python -m eval`, and train eagle3, eagle, medusa, "
     "dflash, dspark or p_eagle for serving"
