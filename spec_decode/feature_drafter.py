@@ -85,6 +85,16 @@ class FeatureDraftConfig:
         return cls(**(fields | changes))
 
 
+def check_mask_token(mask_token: int | None, vocab_size: int) -> None:
+    """Raise DraftwrightError unless it is a target id, whose embedding masks, or None for a learned mask."""
+    check_type("mask_token", mask_token, int | None, "an int or None")
+    if mask_token is not None and not 0 <= mask_token < vocab_size:
+        raise DraftwrightError(
+            f"mask_token {mask_token} is no token of the target: choose one from 0 to {vocab_size - 1}, or leave it "
+            "out for a learned mask"
+        )
+
+
 class DraftAttention(nn.Module):
     """Projections only; what attends to what differs between training and decoding."""
 

@@ -173,7 +173,8 @@ def test_the_confidence_by_hand() -> None:
     assert len(tokens) == 4
     hidden = draft.run_block(draft.start(target.forward(ids[None], taps=draft.taps), ids), root)
     before = draft.markov_head.embed_tokens.weight[tokens[:3]]
-    confidence = torch.sigmoid(torch.cat((hidden, before), dim=1) @ draft.confidence)
+    draft.config = replace(draft.config, confidence_bias=-0.3)
+    confidence = torch.sigmoid(torch.cat((hidden, before), dim=1) @ draft.confidence - 0.3)
     for threshold in (*(confidence - 1e-6).tolist(), *(confidence + 1e-6).tolist(), 1.0):
         sure = (confidence >= threshold).int().cumprod(0).sum()
         assert offered(threshold) == tokens[: 1 + int(sure)]

@@ -4,6 +4,7 @@ side can't hold is refused by name. Consumers: SGLang 0.5.23, vLLM 0.32, specula
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -77,6 +78,20 @@ def dflash(target: Target, **changes: Any) -> BlockDraft:
     return _random(BlockDraft(BlockConfig.for_target(target.spec, **options | {"tokenizer": "abc"} | changes)))
 
 
+def dspark(target: Target, **changes: Any) -> DSparkDraft:
+    options = {"num_layers": 2, "num_drafts": 4, "mask_token": 7, "intermediate_size": 48, "num_kv_heads": 2}
+    options |= {"markov_rank": 6, "tokenizer": "abc"}
+    return _random(DSparkDraft(DSparkConfig.for_target(target.spec, **options | changes)))
+
+
+def p_eagle(target: Target, **changes: Any) -> PEagleDraft:
+    options = {"num_layers": 3, "num_drafts": 6, "mask_token": 7, "intermediate_size": 48, "num_kv_heads": 2}
+    options |= {"draft_vocab_size": 40, "tokenizer": "abc"}
+    draft = PEagleDraft(PEagleConfig.for_target(target.spec, **options | changes))
+    draft.set_vocabulary(torch.arange(draft.config.draft_vocab_size) + (V - draft.config.draft_vocab_size) // 2)
+    return _random(draft)
+
+
 def no_bias(draft: VocabularyDrafter) -> Any:
     with torch.no_grad():
         for name, parameter in draft.named_parameters():
@@ -102,6 +117,23 @@ DRAFTS: dict[str, tuple[str, Callable[[Target], Any]]] = {
     "vllm dflash, four causal layers": (
         "vllm",
         lambda target: dflash(target, causal=True, num_layers=4, target_layers=(1, 6), rope_parameters=LLAMA3),
+    ),
+    "vllm dspark": ("vllm", dspark),
+    "vllm dspark, its anchor's slot unused": (
+        "vllm",
+        lambda target: dspark(target, shifted=False, causal=True, target_layers=(1, 6), rope_parameters=LLAMA3),
+    ),
+    "vllm dspark, a confidence with a bias": ("vllm", lambda target: dspark(target, confidence_bias=-0.5)),
+    "vllm p_eagle": ("vllm", p_eagle),
+    "vllm p_eagle, one layer, whole vocabulary": (
+        "vllm",
+        lambda target: p_eagle(target, num_layers=1, draft_vocab_size=V),
+    ),
+    "vllm p_eagle, all norms": (
+        "vllm",
+        lambda target: p_eagle(
+            target, fc_norm=True, norm_before_fc=True, norm_before_residual=True, target_layers=(1, 2, 3, 6)
+        ),
     ),
     "sglang eagle3": ("sglang", eagle3),
     "sglang eagle3, two layers": ("sglang", lambda target: eagle3(target, target_layers=(1, 7))),
@@ -263,14 +295,18 @@ def test_tensors_of_medusa(target: Target, served: ServedTarget) -> None:
     assert not any("bias" in name for name in plain.tensors)
 
 
-def test_tensors_of_dflash(target: Target, served: ServedTarget) -> None:
-    files = export_draft(dflash(target), "vllm", served)
-    layer: dict[str, list[int]] = {}
+def _block_shapes() -> dict[str, list[int]]:
+    layers: dict[str, list[int]] = {}
     for index in (0, 1):
         prefix = f"layers.{index}"
         norms = {f"{prefix}.self_attn.{name}_norm.weight": [8] for name in "qk"}
-        layer |= _layer(prefix, 32) | norms | {f"{prefix}.input_layernorm.weight": [32]}
-    assert _shapes(files) == layer | {"fc.weight": [32, 96], "hidden_norm.weight": [32], "norm.weight": [32]}
+        layers |= _layer(prefix, 32) | norms | {f"{prefix}.input_layernorm.weight": [32]}
+    return layers | {"fc.weight": [32, 96], "hidden_norm.weight": [32], "norm.weight": [32]}
+
+
+def test_tensors_of_dflash(target: Target, served: ServedTarget) -> None:
+    files = export_draft(dflash(target), "vllm", served)
+    assert _shapes(files) == _block_shapes()
     assert {key: files.config[key] for key in SIZES} == SIZES | {"model_type": "qwen3", "num_hidden_layers": 2}
     assert files.config["architectures"] == ["DFlashDraftModel"]
     assert (files.config["block_size"], files.config["num_target_layers"]) == (5, 8)
@@ -289,6 +325,8 @@ def test_bad_dflash_files_are_named(target: Target, served: ServedTarget) -> Non
         ({"dflash_config": {"mask_token_id": 7}}, "names no target layers"),
         ({"model_type": "llama"}, "model_type=llama"),
         ({"layer_types": ["sliding_attention"]}, "sliding_attention"),
+        ({"dflash_config": own | {"attention_value_scale": 0.5}}, "attention_value_scale=0.5"),
+        ({"is_neox_style": False}, "is_neox_style=False"),
         ({"num_hidden_layers": 3}, "lacks the tensor 'layers.2."),
         ({"architectures": ["DFlash2DraftModel"]}, r"architectures=\[DFlash2DraftModel\]"),
     ):
@@ -296,6 +334,111 @@ def test_bad_dflash_files_are_named(target: Target, served: ServedTarget) -> Non
             import_draft(files.config | config, files.tensors)
     with pytest.raises(DraftwrightError, match="'mask', which vllm's BlockDraft has no place for"):
         import_draft(files.config, files.tensors | {"mask": torch.zeros(32)})
+
+
+def test_layers_and_mask_are_found_where_vllm_looks_first(target: Target, served: ServedTarget) -> None:
+    """get_eagle3_aux_layers_from_config, get_parallel_drafting_token_id and _dflash_layer_causal of vLLM 0.32."""
+    for draft in (dflash(target), dspark(target)):
+        files = export_draft(draft, "vllm", served)
+        own = files.config["dflash_config"]
+        at_the_top = {"dflash_config": None, "mask_token_id": 9, "target_layer_ids": [0, 1, 2], "is_causal": True}
+        for config, expected in (
+            (at_the_top, ((1, 2, 3), 9, True)),
+            (at_the_top | {"dflash_config": own}, ((2, 4, 5), 7, True)),
+            ({IDS: [1, 2, 6]}, ((1, 2, 6), 7, False)),
+            ({"is_causal": False, "dflash_config": own | {"causal": True}}, ((2, 4, 5), 7, False)),
+        ):
+            read: Any = import_draft(files.config | config, files.tensors)[0].config
+            assert (read.target_layers, read.mask_token, read.causal) == expected
+
+
+def test_tensors_of_dspark(target: Target, served: ServedTarget) -> None:
+    draft = dspark(target, confidence_bias=0.25)
+    files = export_draft(draft, "vllm", served)
+    heads = {
+        "markov_head.markov_w1.weight": [64, 6], "markov_head.markov_w2.weight": [64, 6],
+        "confidence_head.proj.weight": [1, 38], "confidence_head.proj.bias": [1],
+    }  # fmt: skip
+    assert _shapes(files) == _block_shapes() | heads
+    assert torch.equal(files.tensors["markov_head.markov_w1.weight"], draft.markov_head.embed_tokens.weight)
+    assert files.tensors["confidence_head.proj.bias"].item() == 0.25
+    own = {
+        "architectures": ["Qwen3DSparkModel"], "num_target_layers": 8, "block_size": 4, "sample_from_anchor": True,
+        "markov_rank": 6, "markov_head_type": "vanilla", "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+        "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 3, 4], "causal": False},
+    }  # fmt: skip
+    assert files.config | SIZES | own | {"model_type": "qwen3", "num_hidden_layers": 2} == files.config
+    bonus = export_draft(dspark(target, shifted=False), "vllm", served).config
+    assert (bonus["block_size"], bonus["sample_from_anchor"]) == (5, False)
+
+
+def test_dspark_files_of_others(target: Target, served: ServedTarget) -> None:
+    draft = dspark(target).to(torch.bfloat16)
+    files = export_draft(draft, "vllm", served)
+    without = {name: tensor for name, tensor in files.tensors.items() if "confidence" not in name}
+    read: Any = import_draft(files.config | {"enable_confidence_head": False}, without)[0]
+    assert torch.equal(read.confidence, torch.zeros(38, dtype=torch.bfloat16))
+    del files.config["sample_from_anchor"]
+    assert import_draft(files.config, files.tensors)[0].config == draft.config
+    for config, sentence in (
+        ({"markov_head_type": "rnn"}, "markov_head_type=rnn"),
+        ({"markov_rank": None}, "lacks markov_rank"),
+        ({"dspark_draft_topk": 8}, "dspark_draft_topk=8"),
+        ({"confidence_head_with_markov": None}, "confidence_head_with_markov=False"),
+        ({"markov_rank": 5}, r"'markov_head.markov_w1.weight' has shape \[64, 6\].* \[64, 5\]"),
+        ({"enable_confidence_head": False}, "'confidence_head.proj.weight', which vllm's DSparkDraft has no place for"),
+    ):
+        with pytest.raises(DraftwrightError, match=sentence):
+            import_draft(files.config | config, files.tensors)
+    with pytest.raises(DraftwrightError, match=r"lacks the tensor 'confidence_head.proj.bias'"):
+        import_draft(files.config, without)
+    with pytest.raises(DraftwrightError, match=r"'confidence_head.proj.bias' has shape \[2\], and a bias has \[1\]"):
+        import_draft(files.config, files.tensors | {"confidence_head.proj.bias": torch.zeros(2)})
+    with pytest.raises(DraftwrightError, match=r"'lm_head.weight', which vllm's DSparkDraft has no place for"):
+        import_draft(files.config, files.tensors | {"lm_head.weight": torch.zeros(64, 32)})
+
+
+def test_tensors_of_p_eagle(target: Target, served: ServedTarget) -> None:
+    """Layers behind the first are ordinary ones: vLLM never uses their hidden_norm."""
+    files = export_draft(p_eagle(target), "vllm", served)
+    later = [_layer(f"layers.{i}", 32) | {f"layers.{i}.input_layernorm.weight": [32]} for i in (1, 2)]
+    assert _shapes(files) == _eagle3_shapes("layers.0") | later[0] | later[1] | {"mask_hidden": [96]}
+    own = {
+        "architectures": ["Eagle3LlamaForCausalLM"], "num_hidden_layers": 3, "pard_token": 7, "draft_vocab_size": 40,
+        IDS: [2, 4, 5], "eagle_config": {"use_aux_hidden_state": True, IDS: [2, 4, 5]},
+        "norm_before_residual": False,
+    }  # fmt: skip
+    assert files.config | SIZES | own == files.config
+    assert files.config["draftwright"]["num_drafts"] == 6
+
+
+def test_p_eagle_files_of_others(target: Target, served: ServedTarget) -> None:
+    """speculators' mask_hidden has three dimensions, SGLang's name of the architecture is also vLLM's."""
+    draft = p_eagle(target)
+    files = export_draft(draft, "vllm", served)
+    config = files.config | {"architectures": ["LlamaForCausalLMEagle3"], "draftwright": None}
+    tensors = files.tensors | {"mask_hidden": files.tensors["mask_hidden"].view(1, 1, 96)}
+    tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+    back, name = import_draft(config, tensors)
+    assert name == "vllm"
+    assert back.config == replace(draft.config, num_drafts=4, target="", tokenizer="")
+    for key, tensor in draft.state_dict().items():
+        assert torch.equal(tensor, back.state_dict()[key]), key
+    read: Any = import_draft(config | {"mask_token_id": 9}, tensors)[0].config
+    assert read.mask_token == 9  # vLLM takes it before pard_token
+    for change, sentence in (
+        ({"pard_token": None}, "lacks pard_token"),
+        ({"pard_token": V}, "mask_token 64 is no token of the target"),
+        ({"eagle_config": None, IDS: None}, "names no target layers"),
+        ({"num_hidden_layers": 2}, "'layers.2.* which vllm's PEagleDraft has no place for"),
+    ):
+        with pytest.raises(DraftwrightError, match=sentence):
+            import_draft(config | change, tensors)
+    with pytest.raises(DraftwrightError, match=r"'embed_tokens.weight', which vllm's PEagleDraft has no place for"):
+        import_draft(config, tensors | {"embed_tokens.weight": served.embeddings()})
+    with pytest.raises(DraftwrightError, match=r"'mask_hidden' has shape \[64\].* \[96\]"):
+        import_draft(config, tensors | {"mask_hidden": torch.zeros(1, 1, 64)})
 
 
 SIZES = {
@@ -392,8 +535,15 @@ REFUSED: dict[str, tuple[str, Callable[[Target], Any], str]] = {
         "format=vllm has no place for drafts of the class HydraDraft: Draftwright writes no server's format",
     ),
     "mtp": ("vllm", lambda t: MtpDraft(MtpConfig.for_target(t.spec)), "MtpDraft: Draftwright .* train eagle3"),
-    "p-eagle": ("vllm", lambda t: PEagleDraft(PEagleConfig.for_target(t.spec)), "PEagleDraft: Draftwright writes no"),
-    "dspark": ("vllm", lambda t: DSparkDraft(DSparkConfig.for_target(t.spec)), "DSparkDraft: Draftwright writes no"),
+    "p-eagle's own mask": ("vllm", lambda t: p_eagle(t, mask_token=None), "a mask of its own: .* draft.mask_token=ID"),
+    "p-eagle with linear fusion": ("vllm", lambda t: p_eagle(t, fusion="linear"), "fusion=linear"),
+    "p-eagle in speculators": ("speculators", p_eagle, "class PEagleDraft: choose format=vllm"),
+    "dspark's own mask": ("vllm", lambda t: dspark(t, mask_token=None), "a mask of its own: .* draft.mask_token=ID"),
+    "dspark that drafts now and then": (
+        "vllm", lambda t: dspark(t, confidence_threshold=0.5), "confidence_threshold=0.5: set it to 0 in .* config",
+    ),
+    "a draft vocabulary in dspark": ("vllm", lambda t: dspark(t, draft_vocab_size=40), "draft vocabulary of 40"),
+    "dspark in sglang": ("sglang", dspark, "class DSparkDraft: choose format=vllm"),
     "dflash's own mask": ("vllm", lambda t: dflash(t, mask_token=None), "a mask of its own: .* draft.mask_token=ID"),
     "dflash with shifted labels": ("vllm", lambda t: dflash(t, shifted=True), "draft.shifted=false"),
     "a draft vocabulary in dflash": ("vllm", lambda t: dflash(t, draft_vocab_size=40), "draft vocabulary of 40"),

@@ -246,6 +246,7 @@ def test_the_loss_of_dspark_by_hand(target: MultiLayerCausalLM, source: Features
     """0.1 cross-entropy + 0.9 |p - q|_1 + the confidence's cross-entropy, token by token."""
     parts = {"soft_cross_entropy": 0.1, "total_variation": 1.8}
     module, batch = make_module("dspark", target, loss=parts).train(), source.batch([1])
+    module.draft.config = replace(module.draft.config, confidence_bias=0.4)  # of an imported draft
     loss, steps = module._loss(module._unrolled(batch))
     draft, wanted = module.draft, []
     with torch.inference_mode():
@@ -257,7 +258,7 @@ def test_the_loss_of_dspark_by_hand(target: MultiLayerCausalLM, source: Features
                 h, before = states[step, anchor - 1, :32], batch.ids[anchor + step]
                 markov = draft.markov_head.embed_tokens.weight[before]
                 q = (draft.lm_head.weight @ h + draft.markov_head.lm_head.weight @ markov).softmax(-1)
-                confidence = torch.sigmoid(draft.confidence @ torch.cat((h, markov)))
+                confidence = torch.sigmoid(draft.confidence @ torch.cat((h, markov)) + 0.4)
                 truth, distance = p[anchor + step], (p[anchor + step] - q).abs().sum()
                 accepted = 1 - distance / 2
                 confused = -accepted * confidence.log() - (1 - accepted) * (1 - confidence).log()

@@ -18,7 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from eval.cli import main as eval_main
 from spec_decode.drafters import load_draft
+from spec_decode.drafters.dspark import DSparkConfig, DSparkDraft
 from spec_decode.drafters.medusa import MedusaConfig, MedusaDraftModel
+from spec_decode.drafters.p_eagle import PEagleConfig, PEagleDraft
 from spec_decode.target_hf import TargetSource, open_target
 from train import importing, publish
 from train.cli import main
@@ -148,6 +150,31 @@ def test_medusa_goes_through_a_pickle_of_tensors(world: Path, run: Callable[...,
     assert '"method": "medusa", "model": "FOLDER", "num_speculative_tokens": 2' in card
 
 
+SERVED = {
+    "dspark": (DSparkDraft, DSparkConfig, '{"method": "dspark", "model": "FOLDER", "num_speculative_tokens": 5}'),
+    "p_eagle": (
+        PEagleDraft,
+        PEagleConfig,
+        '{"method": "eagle3", "model": "FOLDER", "parallel_drafting": true, "num_speculative_tokens": 5}',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_drafts_of_one_pass_by_command(name: str, world: Path, run: Callable[..., None], tmp_path: Path) -> None:
+    kind, config, command = SERVED[name]
+    target, _ = open_target(TargetSource(path=str(world / "target")))
+    torch.manual_seed(0)
+    draft: Any = kind(config.for_target(target.spec, num_layers=2, num_drafts=5, mask_token=3))
+    draft.save_pretrained(tmp_path / "draft")
+    run("export", f"checkpoint={tmp_path / 'draft'}", "format=vllm", f"out={tmp_path / 'out'}", *SMALL)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"# {name} draft for" in card
+    assert f"--speculative-config '{command}'" in card
+    run("import", f"path={tmp_path / 'out'}", f"out={tmp_path / 'back'}")
+    _same(tmp_path / "draft", tmp_path / "back")
+
+
 def test_an_imported_draft_without_a_known_tokenizer_is_measured(
     finished: Path, run: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -206,6 +233,9 @@ def test_unreadable_files_are_named(
     (folder / "config.json").write_text("[]")
     assert "config.json holds no keys" in refused("import", *words)
     shutil.copy(finished / "export" / "vllm" / "config.json", folder)
+    (folder / "mask_embedding.pt").touch()
+    assert "has mask_embedding.pt, which vLLM reads beside the weights" in refused("import", *words)
+    (folder / "mask_embedding.pt").unlink()
     assert "has no weights (*.safetensors, *.bin, *.pt)" in refused("import", *words)
     torch.save({"fc.weight": Path("a class")}, folder / "pytorch_model.bin")
     assert "pytorch_model.bin is truncated, damaged or holds more than tensors" in refused("import", *words)

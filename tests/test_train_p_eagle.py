@@ -52,10 +52,10 @@ def make_draft(target: MultiLayerCausalLM, **changes: Any) -> PEagleDraft:
     return draft
 
 
-def make_module(target: MultiLayerCausalLM, **changes: Any) -> PEagleModule:
+def make_module(target: MultiLayerCausalLM, mask_token: int | None = None, **changes: Any) -> PEagleModule:
     fixed: dict[str, Any] = {"steps": STEPS, "decay": 1.0, "loss": "kl", "keep": 0.6}
     unused: dict[str, Any] = {"lr": 0.0, "optimizer": None, "schedule": None}
-    return PEagleModule(make_draft(target), target, **fixed | unused | changes).eval()
+    return PEagleModule(make_draft(target, mask_token=mask_token), target, **fixed | unused | changes).eval()
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +126,7 @@ def test_a_folder_gives_the_same_draft_back(target: MultiLayerCausalLM, tmp_path
     [
         ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
         ({"num_drafts": 0}, "num_drafts must be at least 1, got 0"),
+        ({"mask_token": VOCAB}, f"mask_token {VOCAB} is no token of the target: choose one from 0 to {VOCAB - 1}"),
         ({"norm_output": True}, "norm_output is for drafts that feed their output back, which P-EAGLE doesn't"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -138,8 +139,11 @@ def test_values_that_cannot_be_are_refused(target: MultiLayerCausalLM, changes: 
 # --- training --------------------------------------------------------------------------------------------------------
 
 
-def test_training_and_decoding_compute_the_same_states(target: MultiLayerCausalLM, source: Features) -> None:
-    module, batch = make_module(target), source.batch([2, 1, 0])
+@pytest.mark.parametrize("mask_token", [None, 7])
+def test_training_and_decoding_compute_the_same_states(
+    target: MultiLayerCausalLM, source: Features, mask_token: int | None
+) -> None:
+    module, batch = make_module(target, mask_token), source.batch([2, 1, 0])
     rows = torch.tensor([0, 3, 5, 7, 8, 14, 17, 19, 23, 26])  # of three documents that start at 0, 7 and 19
     with torch.inference_mode():
         trained = module.unroll(batch, rows)
@@ -151,13 +155,17 @@ def test_training_and_decoding_compute_the_same_states(target: MultiLayerCausalL
     assert not torch.allclose(trained[0], trained[1], atol=0.01)
 
 
-def test_the_first_depth_is_an_ordinary_causal_transformer(target: MultiLayerCausalLM, source: Features) -> None:
+@pytest.mark.parametrize("mask_token", [None, 7])
+def test_the_first_depth_is_an_ordinary_causal_transformer(
+    target: MultiLayerCausalLM, source: Features, mask_token: int | None
+) -> None:
     """And later depths are the rows behind it, with the mask in place of what isn't known."""
-    module, batch = make_module(target), source.batch([1])
+    module, batch = make_module(target, mask_token), source.batch([1])
     draft = module.draft
+    mask = draft.mask if mask_token is None else target.embed(torch.tensor(mask_token))
     with torch.inference_mode():
         found = module.unroll(batch, torch.tensor([8]))[:, 0]
-        embeds = torch.cat((target.embed(batch.ids[1:10]), draft.mask.expand(2, -1)))
+        embeds = torch.cat((target.embed(batch.ids[1:10]), mask.expand(2, -1)))
         hidden = torch.cat((batch.features[:9], draft.mask_hidden.expand(2, -1))) @ draft.fc.weight.T
         positions, causal = torch.arange(11), torch.ones(11, 11).tril()
         for layer in draft.all_layers():

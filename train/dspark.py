@@ -35,6 +35,6 @@ class DSparkModule(BlockModule):
 
     def _with_confidence(self, logits: Tensor, p: Tensor) -> Tensor:
         """logits [..., V + 1], the last column the confidence's; p [..., V] -> [...]."""
-        tokens, confidence = logits[..., :-1], logits[..., -1]
+        tokens, confidence = logits[..., :-1], logits[..., -1] + self.draft.config.confidence_bias
         accepted = acceptance(tokens.detach(), p)
         return self.loss(tokens, p) + F.binary_cross_entropy_with_logits(confidence, accepted, reduction="none")

@@ -22,6 +22,7 @@ from spec_decode.errors import DraftwrightError, first_line
 from spec_decode.formats import import_draft
 from train.publish import refuse_full
 
+_MASK = "mask_embedding.pt"  # of some DFlash drafts
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")  # the first kind that is there is read
 
 
@@ -71,6 +72,11 @@ def read_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         ) from error
     if not isinstance(config, dict):
         raise DraftwrightError(f"{folder}/config.json holds no keys: pass the folder of a published draft")
+    if (folder / _MASK).exists():
+        raise DraftwrightError(
+            f"{folder} has {_MASK}, which vLLM reads beside the weights and Draftwright doesn't: without it the draft "
+            "would be another one"
+        )
     files = next((found for kind in _WEIGHTS if (found := sorted(folder.glob(kind)))), [])
     if not files:
         raise DraftwrightError(f"{folder} has no weights ({', '.join(_WEIGHTS)}): pass the folder of a published draft")

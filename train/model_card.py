@@ -11,9 +11,11 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 
 from spec_decode.drafters.block import BlockDraft
+from spec_decode.drafters.dspark import DSparkDraft
 from spec_decode.drafters.eagle import EagleDraft
 from spec_decode.drafters.eagle3 import Eagle3Draft
 from spec_decode.drafters.medusa import MedusaDraftModel
+from spec_decode.drafters.p_eagle import PEagleDraft
 from spec_decode.formats.layout import SPECULATIVE_TOKENS, ServedTarget
 from train.provenance import flat
 
@@ -22,6 +24,8 @@ METHODS: dict[type, str] = {
     EagleDraft: "eagle",
     MedusaDraftModel: "medusa",
     BlockDraft: "dflash",
+    DSparkDraft: "dspark",
+    PEagleDraft: "p_eagle",
 }
 _SERVERS = {"vllm": "vLLM", "sglang": "SGLang", "speculators": "vLLM", "safeailab": "EAGLE", "medusa": "Medusa"}
 
@@ -127,18 +131,24 @@ def _measured(report: Mapping[str, Any]) -> str:
     )
 
 
+def speculative_config(draft: Any) -> dict[str, Any]:
+    """What vLLM is to be told of the draft, but for its place."""
+    method, k = METHODS[type(draft)], getattr(draft.config, "num_drafts", SPECULATIVE_TOKENS)
+    if method == "medusa":
+        k = min(k, draft.config.num_heads)
+    way = {"method": "eagle3", "parallel_drafting": True} if method == "p_eagle" else {"method": method}
+    return {**way, "num_speculative_tokens": k}
+
+
 def _serve(draft: Any, name: str, target: ServedTarget) -> str:
     """The commands for vLLM and SGLang, or where the format is for neither, how its own code loads it."""
     method, place = METHODS[type(draft)], shlex.quote(target.location)
-    k = SPECULATIVE_TOKENS
-    if method == "medusa":
-        k = min(k, draft.config.num_heads)
-    elif method == "dflash":
-        k = draft.config.num_drafts
+    speculative = speculative_config(draft)
+    k = speculative["num_speculative_tokens"]
     if name == "speculators":
         return "vLLM:\n\n    vllm serve FOLDER"
     if name == "vllm":
-        config = json.dumps({"method": method, "model": "FOLDER", "num_speculative_tokens": k})
+        config = json.dumps({"method": speculative.pop("method"), "model": "FOLDER", **speculative})
         return f"vLLM:\n\n    vllm serve {place} --speculative-config '{config}'"
     if name == "sglang":
         return (

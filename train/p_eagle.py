@@ -82,7 +82,7 @@ def run_depths(draft: PEagleDraft, target: Target, batch: Batch, rows: Tensor, k
     own_visible = torch.arange(1, depths, device=rows.device) <= depth[:, None]
     # A row whose token would lie beyond its document gets some other one: nothing reads that row.
     embeds = target.embed(batch.ids[(row + 1).clamp(max=count - 1)]).to(draft.dtype)
-    embeds = torch.where(first[:, None], embeds, draft.mask)
+    embeds = torch.where(first[:, None], embeds, draft.mask_embedding())
     fused, masked = draft.fuse(batch.features), draft.fuse(draft.mask_hidden)
     hidden = torch.where(first[:, None], fused[row], masked).to(draft.dtype)
 

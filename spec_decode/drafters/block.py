@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from spec_decode.checkpoint import open_draft, save_draft
 from spec_decode.drafter import VocabularyDrafter, check_sizes
-from spec_decode.errors import DraftwrightError, check_positive, check_type, type_error
-from spec_decode.feature_drafter import DraftAttention, FeatureDraftConfig
+from spec_decode.errors import check_positive, check_type, type_error
+from spec_decode.feature_drafter import DraftAttention, FeatureDraftConfig, check_mask_token
 from spec_decode.growth import grow, same_children
 from spec_decode.layers import FrozenHead, GatedMLP, attend
 from spec_decode.sampling import GREEDY, Sampling
@@ -58,12 +58,7 @@ class BlockConfig(FeatureDraftConfig):
         for name in ("causal", "shifted"):
             if type(getattr(self, name)) is not bool:
                 raise type_error(name, getattr(self, name), "true or false")
-        check_type("mask_token", self.mask_token, int | None, "an int or None")
-        if self.mask_token is not None and not 0 <= self.mask_token < self.vocab_size:
-            raise DraftwrightError(
-                f"mask_token {self.mask_token} is no token of the target: choose one from 0 to {self.vocab_size - 1}, "
-                "or leave it out for a learned mask"
-            )
+        check_mask_token(self.mask_token, self.vocab_size)
 
     @property
     def block_size(self) -> int:

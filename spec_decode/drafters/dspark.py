@@ -9,7 +9,8 @@ their last token. The head is linear in [h_k; W1[x_{anchor+k}]], so the unembedd
 
 Where c_k is below `confidence_threshold`, nothing is drafted behind that token. The decision sees h_k and the token
 before, never the draft that it is about: leaving out drafts by what they are would bias the output (appendix A).
-W1 has a row for every target token, since an anchor can lie outside the draft vocabulary; u has no bias.
+W1 has a row for every target token, since an anchor can lie outside the draft vocabulary; u has no bias but that of
+an imported draft.
 """
 
 from __future__ import annotations
@@ -28,16 +29,19 @@ from spec_decode.tree import Tree, TreePlan
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkConfig(BlockConfig):
-    """Everything that shapes a DSpark draft. confidence_threshold: below it nothing is drafted; 0 drafts always."""
+    """Everything that shapes a DSpark draft. confidence_threshold: below it nothing is drafted; 0 drafts always.
+    confidence_bias: what published drafts add to u . [h_k; W1[x_{anchor+k}]]; ours have none."""
 
     shifted: bool = True
     markov_rank: int = 64
     confidence_threshold: float = 0.0
+    confidence_bias: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(markov_rank=self.markov_rank)
-        check_type("confidence_threshold", self.confidence_threshold, int | float, "a number")
+        for name in ("confidence_threshold", "confidence_bias"):
+            check_type(name, getattr(self, name), int | float, "a number")
         if not 0 <= self.confidence_threshold <= 1:
             raise DraftwrightError(f"confidence_threshold must lie from 0 to 1, got {self.confidence_threshold}")
 
@@ -117,4 +121,5 @@ class _TreeStep:
             return [True] * len(tokens)
         previous = torch.tensor(tokens, device=self.hidden.device)
         joined = self.draft.joined(self.hidden[self.depth].expand(len(tokens), -1), previous)
-        return ((joined @ self.draft.confidence).sigmoid() >= threshold).tolist()
+        confidence = (joined @ self.draft.confidence + self.draft.config.confidence_bias).sigmoid()
+        return (confidence >= threshold).tolist()

@@ -14,21 +14,22 @@ from torch import Tensor
 
 from spec_decode.drafter import VocabularyDrafter, check_sizes
 from spec_decode.errors import DraftwrightError, first_line
-from spec_decode.formats import medusa, safeailab, sglang, speculators, vllm
+from spec_decode.formats import dflash, dspark, medusa, p_eagle, safeailab, sglang, speculators, vllm
 from spec_decode.formats.layout import NOTE, VOCABULARY, Files, Layout, ServedTarget
 from spec_decode.formats.recognise import recognise
 
 FORMATS: dict[str, tuple[Layout, ...]] = {
-    "vllm": vllm.LAYOUTS,
+    "vllm": (*vllm.LAYOUTS, dflash.LAYOUT, dspark.LAYOUT, p_eagle.LAYOUT),
     "sglang": sglang.LAYOUTS,
     "speculators": speculators.LAYOUTS,
     "safeailab": safeailab.LAYOUTS,
     "medusa": medusa.LAYOUTS,
 }
 
+# vLLM 0.32 reads MTP modules only as parts of the models that were trained with them, DeepSeek's for one, and no Hydra.
 _NO_SERVER = (
-    "Draftwright writes no server's format for it; measure it with `python -m eval`, and train eagle3, eagle, medusa "
-    "or dflash for serving"
+    "Draftwright writes no server's format for it; measure it with `python -m eval`, and train eagle3, eagle, medusa, "
+    "dflash, dspark or p_eagle for serving"
 )
 
 
@@ -43,9 +44,10 @@ def export_draft(draft: VocabularyDrafter, name: str, target: ServedTarget) -> F
     tensors = draft.state_dict()
     written = layout.write(config, tensors, target)
     floats = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
-    known = {"target": config.target or target.spec.name, "tokenizer": config.tokenizer}
+    known = {"target": config.target or target.spec.name, "tokenizer": config.tokenizer, **written.get(NOTE, {})}
     layers = {"target_layers": list(draft.taps)} if draft.taps else {}
     files = {theirs: tensors[ours] for ours, theirs in layout.names(written, config).items()}
+    files = layout.pack(files, config)
     if layout.embeddings and layout.stores_embeddings:
         files[layout.embeddings] = target.embeddings().to(floats[0])
     dtype = str(floats[0]).removeprefix("torch.")
@@ -80,14 +82,16 @@ def import_draft(
         raise DraftwrightError(
             f"config.json has a value that can't be right ({first_line(error)}): correct it"
         ) from error
+    tensors = layout.unpack(tensors)
     own: dict[str, Tensor] = draft.state_dict()
     names = layout.names(config, draft.config)
     if "d2t" in tensors and "lm_head.weight" in names:  # also where the whole vocabulary is only reordered
         names |= {name: name for name in VOCABULARY}
     _check(tensors, {theirs: own[ours] for ours, theirs in names.items()}, layout)
     own |= {ours: tensors[theirs] for ours, theirs in names.items() if theirs in tensors}
-    for bias in [name for name in own.keys() - names.keys() if name.endswith(".bias")]:
-        own[bias] = torch.zeros_like(own[bias], dtype=own[bias.replace(".bias", ".weight")].dtype)
+    dtype = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), None)
+    for name in own.keys() - names.keys() - {*VOCABULARY}:  # a bias, say, of which the file's consumer has none
+        own[name] = torch.zeros_like(own[name], dtype=dtype)
     if "d2t" in names:
         _sort_vocabulary(own, "t2d" in tensors)
     draft.load_state_dict(own, assign=True)  # in the file's dtype

@@ -7,12 +7,14 @@ and SpecForge count layer outputs from 0, so theirs are lower by one under the s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from spec_decode.drafters.eagle3 import Eagle3Config
 from spec_decode.errors import DraftwrightError
 from spec_decode.formats.layout import VOCABULARY, ServedTarget, note, refuse
 from spec_decode.formats.llama import read_llama, refuse_others, write_llama
+
+Config = TypeVar("Config", bound=Eagle3Config)
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 EMBEDDINGS = "embed_tokens.weight"
@@ -34,15 +36,15 @@ def write_eagle3(layout: str, config: Eagle3Config, target: ServedTarget, archit
     return {"architectures": [architecture], **write_llama(config, target), **norms}
 
 
-def read_eagle3(config: Mapping[str, Any], layers: Sequence[int]) -> Eagle3Config:
-    """The draft's config, once its target layers are known."""
+def read_eagle3(kind: type[Config], config: Mapping[str, Any], layers: Sequence[int], **more: Any) -> Config:
+    """The draft's config, once its target layers are known. more: fields of those that build on EAGLE-3."""
     refuse_others(config, {"embed_requires_grad": False})
     eagle_config = config.get("eagle_config") or {}
     refuse_others(eagle_config, {"use_aux_hidden_state": True})
     norms: dict[str, Any] = {norm: bool(config.get(norm)) for norm in NORMS}
     norms["fc_norm"] |= bool(config.get("use_aux_norm"))  # SGLang's older name
     norms["norm_before_fc"] |= bool(eagle_config.get("norm_before_fc"))
-    return Eagle3Config(**read_llama(config), target_layers=tuple(layers), **norms)
+    return kind(**read_llama(config), target_layers=tuple(layers), **norms, **more)
 
 
 def layer_ids(config: Mapping[str, Any]) -> list[int] | None:

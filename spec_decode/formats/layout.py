@@ -15,6 +15,7 @@ from spec_decode.target import TargetSpec
 NOTE = "draftwright"  # key of config.json with what no consumer has a place for
 VOCABULARY = ("d2t", "t2d")
 SPECULATIVE_TOKENS = 4  # drafted in a round by the serving commands that we write
+MASK_ADVICE = "train it with draft.mask_token=ID, a token of the target that chats don't hold"
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class Layout:
     names: (config.json, draft's config) -> the file's name of every tensor that it stores, by the draft's name.
     embeddings: what a file may call the target's embeddings, which our drafts share; stores_embeddings: it must.
     renamed: beginnings of tensor names as older or other tools write them, to those that `names` gives.
+    pack: (the draft's tensors by the file's names, draft's config) -> those of the file, where they differ by more than
+    their name; unpack: the way back.
     """
 
     name: str
@@ -58,6 +61,8 @@ class Layout:
     embeddings: str | None = None
     stores_embeddings: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
+    pack: Callable[[dict[str, Tensor], Any], dict[str, Tensor]] = lambda tensors, config: tensors
+    unpack: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
 
 
 def refuse(layout: str, what: str, instead: str) -> DraftwrightError:

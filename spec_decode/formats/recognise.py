@@ -7,11 +7,13 @@ from typing import Any
 
 from spec_decode.drafter import VocabularyDrafter
 from spec_decode.drafters.block import BlockDraft
+from spec_decode.drafters.dspark import DSparkDraft
 from spec_decode.drafters.eagle import EagleDraft
 from spec_decode.drafters.eagle3 import Eagle3Draft
 from spec_decode.drafters.medusa import MedusaDraftModel
+from spec_decode.drafters.p_eagle import PEagleDraft
 from spec_decode.errors import DraftwrightError
-from spec_decode.formats import dflash
+from spec_decode.formats import dflash, dspark
 from spec_decode.formats.layout import Layout
 
 _ARCHITECTURES: dict[str, str] = {
@@ -41,11 +43,15 @@ def _format(config: Mapping[str, Any], names: Iterable[str]) -> tuple[str, type[
     architecture = next(iter(config.get("architectures") or []), None)
     if architecture == dflash.ARCHITECTURE:
         return "vllm", BlockDraft
+    if architecture == dspark.ARCHITECTURE:
+        return "vllm", DSparkDraft
     if architecture not in _ARCHITECTURES:
         raise DraftwrightError(
             f"config.json has architectures=[{architecture or ''}], which no known format of drafts has: known are "
-            f"{', '.join(_ARCHITECTURES)}, {dflash.ARCHITECTURE}, speculators' eagle3 and Medusa"
+            f"{', '.join(_ARCHITECTURES)}, {dflash.ARCHITECTURE}, {dspark.ARCHITECTURE}, speculators' eagle3 and Medusa"
         )
+    if "mask_hidden" in names:  # EAGLE-3's architecture, whichever name it goes by; vLLM alone serves it
+        return "vllm", PEagleDraft
     return _ARCHITECTURES[architecture], _eagle(set(names))
 
 

@@ -37,7 +37,7 @@ def write_eagle3(config: Eagle3Config, tensors: Mapping[str, Tensor], target: Se
 def read_eagle3(config: dict[str, Any], tensors: Mapping[str, Tensor], layers: tuple[int, ...] | None) -> Eagle3Config:
     """The draft's config."""
     if chosen := eagle3.target_layers(config, layers):
-        return eagle3.read_eagle3(config, chosen)
+        return eagle3.read_eagle3(Eagle3Config, config, chosen)
     raise eagle3.no_layers()
 
 

@@ -30,7 +30,7 @@ def write_eagle3(config: Eagle3Config, tensors: Mapping[str, Tensor], target: Se
 def read_eagle3(config: dict[str, Any], tensors: Mapping[str, Tensor], layers: tuple[int, ...] | None) -> Eagle3Config:
     """The draft's config. vLLM serves the same files with its own numbering, so ids from elsewhere are ambiguous."""
     if chosen := eagle3.target_layers(config, layers):
-        return eagle3.read_eagle3(config, chosen)
+        return eagle3.read_eagle3(Eagle3Config, config, chosen)
     if not (ids := eagle3.layer_ids(config)):
         raise eagle3.no_layers()
     raise DraftwrightError(

@@ -64,7 +64,7 @@ def read_eagle3(config: dict[str, Any], tensors: Mapping[str, Tensor], layers: t
         NOTE: known,
     }
     if chosen := eagle3.target_layers(whole, layers) or eagle3.layer_ids(whole):
-        return eagle3.read_eagle3(whole, chosen)
+        return eagle3.read_eagle3(Eagle3Config, whole, chosen)
     raise eagle3.no_layers()
 
 

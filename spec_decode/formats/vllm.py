@@ -1,4 +1,6 @@
-"""vLLM (vllm/model_executor/models/llama_eagle3.py, llama_eagle.py and medusa.py, read in 0.32); DFlash: dflash.py.
+"""vLLM (vllm/model_executor/models/llama_eagle3.py, llama_eagle.py and medusa.py, read in 0.32).
+
+For DFlash, DSpark and P-EAGLE see dflash.py, dspark.py and p_eagle.py.
 
 Layer ids are hidden states as Hugging Face numbers them, which are ours. Unknown tensors are an error there.
 """
@@ -13,7 +15,7 @@ from torch import Tensor
 from spec_decode.drafters.eagle import EagleConfig, EagleDraft
 from spec_decode.drafters.eagle3 import Eagle3Config, Eagle3Draft
 from spec_decode.drafters.medusa import MedusaConfig, MedusaDraftModel
-from spec_decode.formats import dflash, eagle, eagle3
+from spec_decode.formats import eagle, eagle3
 from spec_decode.formats.layout import Layout, ServedTarget, note, refuse, whole_vocabulary
 from spec_decode.formats.llama import refuse_others
 
@@ -28,7 +30,7 @@ def write_eagle3(config: Eagle3Config, tensors: Mapping[str, Tensor], target: Se
 def read_eagle3(config: dict[str, Any], tensors: Mapping[str, Tensor], layers: tuple[int, ...] | None) -> Eagle3Config:
     """The draft's config."""
     if chosen := eagle3.target_layers(config, layers) or eagle3.layer_ids(config):
-        return eagle3.read_eagle3(config, chosen)
+        return eagle3.read_eagle3(Eagle3Config, config, chosen)
     raise eagle3.no_layers()
 
 
@@ -94,5 +96,4 @@ LAYOUTS = (
     ),
     Layout("vllm", EagleDraft, write_eagle, eagle.read_eagle, eagle.stored, embeddings=eagle3.EMBEDDINGS),
     Layout("vllm", MedusaDraftModel, write_medusa, read_medusa, medusa_names, renamed={"medusa_heads.": ""}),
-    dflash.LAYOUT,
 )
