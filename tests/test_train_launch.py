@@ -57,7 +57,7 @@ def alone(world: Path) -> dict[str, torch.Tensor]:
     return load_file(_train(world, "lightning", "trainer=gpu") / "draft" / "model.safetensors")
 
 
-@pytest.mark.parametrize(("launcher", "trainer"), [("lightning", "fsdp"), ("torchrun", "ddp"), ("torchrun", "fsdp")])
+@pytest.mark.parametrize(("launcher", "trainer"), [("lightning", "ddp"), ("torchrun", "fsdp")])
 def test_two_processes_share_a_folder_and_write_a_whole_draft(
     launcher: str, trainer: str, world: Path, alone: dict[str, torch.Tensor]
 ) -> None:
