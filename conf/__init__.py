@@ -9,10 +9,12 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
+import psutil
 from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException
@@ -42,7 +44,15 @@ def if_bfloat16(then: str, otherwise: str) -> str:
     return then if multiplies_bfloat16() else otherwise
 
 
+def started(pattern: str) -> str:
+    """The time; under torchrun that of its own start, so that its processes share a folder. In YAML: ${started:%Y}."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return datetime.now().strftime(pattern)
+    return datetime.fromtimestamp(psutil.Process(os.getppid()).create_time()).strftime(pattern)
+
+
 OmegaConf.register_new_resolver("if_bfloat16", if_bfloat16, replace=True)
+OmegaConf.register_new_resolver("started", started, replace=True, use_cache=True)  # equal wherever a config asks
 
 
 def launch(package: str, verbs: dict[str, Verb], argv: list[str]) -> None:

@@ -3,6 +3,7 @@
     OWN.jsonl       {"row": 3, "finished": true, "id": …, "messages": […]}
     OWN.jsonl.run   {"settings": {…}}        what the answers depend on
                     {"row": 4, "dropped": "answer without text"}
+    OWN.jsonl.lock  held by the run that writes; empty
 
 `row` says which chat of the source it is, so that a run that was killed goes on where it stopped. A chat that was
 dropped isn't asked again: with these settings, another run would fare no better.
@@ -11,15 +12,38 @@ dropped isn't asked again: with these settings, another run would fare no better
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
+
+from filelock import FileLock, Timeout
 
 from data.dialogue import Dialogue
 from spec_decode.checkpoint import as_text, write_atomically
 from spec_decode.errors import DraftwrightError, first_line
 
 _BEGIN = b'{"row": '  # of every line but the settings
+
+
+@contextmanager
+def only_writer(path: Path) -> Iterator[None]:
+    """Keeps other runs from `path`. The lock is the system's, so it ends with this process, however that ends.
+
+    Raises DraftwrightError if another run has it, and OSError if there can be no lock.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path.with_name(f"{path.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise DraftwrightError(
+            f"another run is writing {path}: wait until it has ended, or choose another output=FILE"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class AnswerFile:
@@ -31,7 +55,6 @@ class AnswerFile:
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f"{path.name}.run")
         self.done = read_rows(path, chat_row)
         if self.done:

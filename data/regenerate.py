@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from conf.check import Between, Natural, NonNegative, Positive, Seed
-from data.answer_file import AnswerFile
+from data.answer_file import AnswerFile, only_writer
 from data.answer_server import Server, ServerAnswerer
 from data.answer_target import TargetAnswerer
 from data.dialogue import Answer, Answerer, Dialogue
@@ -101,17 +101,12 @@ def regenerate(answerer: Answerer, identity: dict[str, Any], settings: Regenerat
     """
     asked = usable_rows(settings.dataset, report, parse_questions)
     rows = islice(_some(asked, settings.dataset, report), settings.limit)
-    tokens = 0
     try:
-        with AnswerFile(settings.output, identity | settings.fingerprint()) as file, _progress() as bar:
-            task = bar.add_task("answering", total=_total(settings), completed=len(file.done), speed=0.0)
-            fresh = (Dialogue(row, settings.turns) for row in rows if row.number not in file.done)
-            for answer in answerer(fresh):
-                tokens += answer.tokens
-                ended = _take(answer, file, report)
-                speed = tokens / max(1e-9, bar.tasks[task].elapsed or 0)
-                bar.update(task, advance=ended, speed=speed)
-        file.sort()
+        with only_writer(settings.output):
+            file = AnswerFile(settings.output, identity | settings.fingerprint())
+            with file:
+                tokens = _answer(answerer, rows, file, settings, report)
+            file.sort()
     except OSError as error:
         raise DraftwrightError(
             f"could not write to {settings.output} ({error}): free space, or choose another output=FILE; what it holds "
@@ -122,6 +117,22 @@ def regenerate(answerer: Answerer, identity: dict[str, Any], settings: Regenerat
             f"no chat of {settings.dataset.place()} was answered ({'; '.join([report.reasons(), *report.warnings])}): "
             "correct the settings or the chats that these reasons name"
         )
+    return tokens
+
+
+def _answer(
+    answerer: Answerer, rows: Iterator[Row], file: AnswerFile, settings: RegenerateSettings, report: ReadReport
+) -> int:
+    """Answer the rows that the file lacks; returns the number of tokens."""
+    tokens = 0
+    with _progress() as bar:
+        task = bar.add_task("answering", total=_total(settings), completed=len(file.done), speed=0.0)
+        fresh = (Dialogue(row, settings.turns) for row in rows if row.number not in file.done)
+        for answer in answerer(fresh):
+            tokens += answer.tokens
+            ended = _take(answer, file, report)
+            speed = tokens / max(1e-9, bar.tasks[task].elapsed or 0)
+            bar.update(task, advance=ended, speed=speed)
     return tokens
 
 

@@ -400,6 +400,9 @@ def test_a_killed_command_goes_on_without_loss_or_duplicates(
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **options)
     while process.poll() is None and not (settings.output.exists() and settings.output.stat().st_size > 2000):
         time.sleep(0.005)
+    process.send_signal(signal.SIGSTOP)  # it holds the file and is alive
+    with pytest.raises(DraftwrightError, match=r"another run is writing .*own\.jsonl: wait .* another output=FILE$"):
+        run(**sampled)
     process.send_signal(signal.SIGKILL)
     process.wait(timeout=60)
     found = settings.output.read_bytes()
@@ -412,7 +415,7 @@ def test_a_killed_command_goes_on_without_loss_or_duplicates(
     assert result.returncode == 0, result.stderr[-3000:]
     assert f"{left} conversations kept, " in result.stdout
     assert settings.output.read_text() == whole
-    names = ["chats.jsonl", *(f"{name}.jsonl{end}" for name in ("own", "whole") for end in ("", ".run"))]
+    names = ["chats.jsonl", *(f"{name}.jsonl{end}" for name in ("own", "whole") for end in ("", ".lock", ".run"))]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from data.batch import Batch
 from train.module import ends_step, is_logged
+from train.sharding import gradient_norm
 
 
 class StepCheckpoint(ModelCheckpoint):
@@ -140,8 +141,7 @@ class LogProgress(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if is_logged(trainer, trainer.global_step):
-            grads = [p.grad for p in pl_module.parameters() if p.grad is not None]
-            pl_module.log("train/grad_norm", torch.nn.utils.get_total_norm(grads))
+            pl_module.log("train/grad_norm", gradient_norm(pl_module))
             pl_module.log("train/lr", optimizer.param_groups[0]["lr"])  # before the schedule moves on
 
     def on_train_batch_end(

@@ -17,8 +17,9 @@ from spec_decode.errors import DraftwrightError, first_line
 from spec_decode.target import TargetSpec
 from spec_decode.target_hf import TargetSource
 from train.losses import build_loss
-from train.module import PRECISIONS
+from train.module import PRECISIONS, DraftModule
 from train.settings import TrainSettings
+from train.sharding import ShardedStrategy
 
 _OF_THE_RUN = ("draft_vocab_size", "target", "tokenizer")  # fields of a draft's config that are no draft.KEY
 _ANY_TARGET = TargetSpec(
@@ -104,13 +105,17 @@ def try_trainer(trainer_factory: Any) -> Trainer:
         ) from error
 
 
-def check_strategy(trainer: Trainer) -> None:
-    """Raise DraftwrightError for a way to share the work in which training would fail or be wrong: sharding cuts
-    matrices into flat pieces, while Muon orthogonalises whole ones."""
-    if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+def check_strategy(trainer: Trainer, module: type[DraftModule]) -> None:
+    """Raise DraftwrightError for a way to share the work in which training would fail or be wrong."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | ShardedStrategy):
         raise DraftwrightError(
-            f"trainer.strategy={type(trainer.strategy).__name__} is not supported, a draft is small and its optimiser "
-            "needs whole matrices: use trainer=ddp"
+            f"trainer.strategy={type(strategy).__name__} is not supported: use trainer=ddp, or trainer=fsdp to shard "
+            "the draft"
+        )
+    if isinstance(strategy, ShardedStrategy) and not module.shardable:
+        raise DraftwrightError(
+            f"{module.__name__} trains weights of the target, which trainer=fsdp doesn't shard: use trainer=ddp"
         )
 
 

@@ -26,6 +26,7 @@ def fit(cfg: DictConfig) -> float | None:
     hydra = HydraConfig.get()
     words = [word for word in hydra.overrides.task if not word.startswith("ckpt_path=")]
     if hydra.mode == RunMode.RUN:
+        cfg.output_dir = hydra.run.dir  # Lightning's launcher hands the first process's folder to the others
         return _fit(cfg, words)
     cfg.output_dir = hydra.runtime.output_dir  # one folder for each run
     if "group" in cfg.logger:

@@ -28,6 +28,7 @@ from train.module import Unrolled
 class Medusa2Module(MedusaModule):
     """medusa_weight: share of the heads' loss; lora_rank, lora_lr: of the adapters on all linear layers."""
 
+    shardable = False  # the adapters belong to the target too
     target: HFTarget
 
     def __init__(

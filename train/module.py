@@ -22,6 +22,7 @@ from spec_decode.errors import DraftwrightError
 from spec_decode.target import Target
 from train.losses import Loss, build_loss, chunked_head_loss
 from train.metrics import UnrollMetrics
+from train.sharding import shard, whole
 
 OptimizerFactory = Callable[..., Optimizer]
 ScheduleFactory = Callable[..., LRScheduler]
@@ -66,7 +67,10 @@ class DraftModule(LightningModule):
     Loss: sum over steps k of decay^k times the mean loss over the supervised tokens that step k predicts, against the
     target's distribution (labels="target") or the tokens of the data (labels="data"). decay=0 leaves step 0 alone.
     The target is no submodule: its weights never enter a checkpoint.
+    shardable: whether all that is trained belongs to submodules alone, as FSDP needs it.
     """
+
+    shardable = True
 
     def __init__(
         self,
@@ -101,6 +105,9 @@ class DraftModule(LightningModule):
     @abstractmethod
     def unroll(self, batch: Batch, rows: Tensor) -> Tensor:
         """What the draft's heads read of `rows` [R] at every step, [K, R, H]."""
+
+    def configure_model(self) -> None:
+        shard(self)
 
     def setup(self, stage: str) -> None:
         """Raises DraftwrightError for a precision in which training would silently fail."""
@@ -218,6 +225,10 @@ class DraftModule(LightningModule):
             unrolled.alignment,
             self.loss,
         )
+
+    def finished(self) -> VocabularyDrafter:
+        """The trained draft with whole weights, for which all processes ask together."""
+        return whole(self, self.draft, self.target)
 
     def export_target(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path | None:
         """Write the target to `folder` if training has changed it; None if it hasn't."""

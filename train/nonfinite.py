@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from data.batch import Batch
 from spec_decode.checkpoint import as_text, write_folder
 from spec_decode.errors import DraftwrightError
+from train.sharding import gradient_norm
 
 Action = Literal["stop", "skip"]
 
@@ -55,8 +56,7 @@ class GuardSteps(Callback):
         self._loss = loss.detach()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        trained = [parameter for parameter in pl_module.parameters() if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in trained if parameter.grad is not None])
+        norm = gradient_norm(pl_module)
         bad = not bool(self._loss.isfinite() & norm.isfinite())
         # Every process must decide alike, or their weights part.
         if not trainer.strategy.reduce_boolean_decision(bad, all=False):
@@ -64,7 +64,7 @@ class GuardSteps(Callback):
         step = trainer.global_step + 1
         if self.action == "stop":
             raise self._stopped(step, float(norm), trainer.global_rank)
-        for parameter in trained:
+        for parameter in pl_module.parameters():
             parameter.grad = None
         self.skipped += 1
         pl_module.log("train/skipped_batches", float(self.skipped))

@@ -86,7 +86,7 @@ def _train(settings: TrainSettings, config: dict[str, Any]) -> dict[str, Any]:
     start = load_start(settings.init_from, kind)
     module_factory = _module_factory(settings)
     tried = try_trainer(instantiate(settings.trainer, _convert_="all"))
-    check_strategy(tried)
+    check_strategy(tried, get_class(settings.module["_target_"]))
     source = place(settings.target, tried)
     one_at_a_time = partial(in_turn, settings.cache_dir, tried.world_size)
     record = provenance(config)
@@ -128,6 +128,7 @@ def _train(settings: TrainSettings, config: dict[str, Any]) -> dict[str, Any]:
         trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
         record["training_seconds"] = clock.seconds()
         trainer.save_checkpoint(folder / LAST)
+    draft = module.finished()
     card = _card(settings, target, record, trainer.global_step)
     if trainer.is_global_zero:
         draft.save_pretrained(folder / "draft", readme=card.text())
@@ -155,7 +156,12 @@ def _train(settings: TrainSettings, config: dict[str, Any]) -> dict[str, Any]:
 def _quiet_lightning() -> None:
     """Hide what Lightning says about itself, not what it says about the run."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    for message in (".*LeafSpec.*deprecated", "Checkpoint directory .* not empty", "The dirpath has changed"):
+    for message in (
+        ".*LeafSpec.*deprecated",
+        "Checkpoint directory .* not empty",
+        "The dirpath has changed",
+        "It is recommended to use .*sync_dist=True",  # train/metrics.py has summed over the processes
+    ):
         warnings.filterwarnings("ignore", message=message)
 
 
