@@ -1,8 +1,9 @@
 """Plain decoding of many prompts at once: slots of one static key/value cache, refilled as answers end.
 
-    requests -> prefill of a few, padded -> their slots -> [one pass over all slots -> one token each]* -> answers
+    requests -> what no slot holds of their prompts, a few a pass -> [one pass over all -> one token each]* -> answers
 
-Each slot advances at its own length, so no answer waits for another, and no cache is ever copied or grown.
+Each slot advances at its own length, so no answer waits for another. Those in use stand beside each other, so no pass
+computes an empty one. Prompts start from what slots hold: the system prompt of all, or the earlier turns of the chat.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from spec_decode.cache import SlotCache, TreeCache
+from spec_decode.cache import SlotCache
 from spec_decode.errors import DraftwrightError
 from spec_decode.sampling import Sampling, probabilities
 from spec_decode.target import Target
@@ -53,40 +53,36 @@ def generate(
     part of the answer. Raises DraftwrightError for a prompt that leaves no room for an answer.
     """
     cache = SlotCache(slots, room)
-    running: dict[int, Request] = {}
+    running: list[Request] = []  # request i is in slot i
     held: list[Request] = []
     stop = frozenset(target.spec.eos_token_ids)
 
-    def ended(request: Request, token: int) -> bool:
-        request.tokens.append(token)
-        request.finished = token in stop
-        full = request.prompt.numel() + len(request.tokens) >= room
-        return request.finished or full or len(request.tokens) >= max_new_tokens
+    def advance(first: int) -> Iterator[Request]:
+        """Draw a token for every request from slot `first` on; give those that end, whose slots the last ones take."""
+        tokens = _advance(target, cache, first, running[first:], sampling)
+        for slot, token in reversed(list(enumerate(tokens, first))):
+            request = running[slot]
+            request.tokens.append(token)
+            request.finished = token in stop
+            full = request.prompt.numel() + len(request.tokens) >= room
+            if request.finished or full or len(request.tokens) >= max_new_tokens:
+                last = running.pop()
+                cache.swap(slot, len(running))
+                if last is not request:
+                    running[slot] = last
+                yield request
 
-    exhausted = False
     while True:
-        free = [slot for slot in range(slots) if slot not in running]
-        while not exhausted and (not running or len(free) * REFILL >= slots) and free:
-            batch = _take(take, held, len(free), room)
-            exhausted = not batch
-            if batch:
-                tokens = _prefill(target, cache, free[: len(batch)], batch, sampling)
-                for slot, request, token in zip(free, batch, tokens, strict=False):
-                    if ended(request, token):
-                        cache.free(slot)
-                        yield request
-                    else:
-                        running[slot] = request
-            free = [slot for slot in range(slots) if slot not in running]
+        if not running or (slots - len(running)) * REFILL >= slots:
+            # The first prompt runs alone, because the others start from what they share with it.
+            while batch := _take(take, held, slots - len(running) if cache.lengths.any() else 1, room):
+                first = len(running)
+                cache.start(first, [request.prompt for request in batch])
+                running += batch
+                yield from advance(first)
         if not running:
             return
-        tokens = _step(target, cache, running, sampling)
-        for (slot, request), token in zip(list(running.items()), tokens, strict=True):
-            if ended(request, token):
-                del running[slot]
-                cache.free(slot)
-                yield request
-        exhausted = False  # an answer may have brought a new request
+        yield from advance(0)
 
 
 def _take(take: Callable[[], Request | None], held: list[Request], count: int, room: int) -> list[Request]:
@@ -108,37 +104,22 @@ def _take(take: Callable[[], Request | None], held: list[Request], count: int, r
     return batch
 
 
-def _prefill(
-    target: Target, cache: SlotCache, slots: Sequence[int], batch: Sequence[Request], sampling: Sampling
+def _advance(
+    target: Target, cache: SlotCache, first: int, requests: Sequence[Request], sampling: Sampling
 ) -> list[int]:
-    """Run the prompts, padded on the right, into their slots; the first token of each answer."""
-    lengths = [request.prompt.numel() for request in batch]
-    prompts = TreeCache()
-    ids = pad_sequence([request.prompt for request in batch], batch_first=True).to(target.device)
-    output = target.forward(ids, cache=prompts, last_hidden=True)
+    """Run what the slots from `first` on lack of their requests, in one pass; the next token of each."""
+    lengths = cache.lengths[first:].tolist()
+    missing = [_missing(request, length) for request, length in zip(requests, lengths, strict=False)]
+    ids, positions, seen = (of.to(target.device) for of in cache.append(first, missing))
+    output = target.forward(ids, cache=cache, positions=positions, mask=seen, last_hidden=True)
     assert output.last_hidden is not None
-    cache.fill(slots, prompts, lengths)
-    last = output.last_hidden[torch.arange(len(batch)), torch.tensor(lengths) - 1]
-    return draw(target.head(last), [request.generator for request in batch], sampling)
+    last = output.last_hidden[torch.arange(len(missing)), torch.tensor([few.numel() for few in missing]) - 1]
+    return draw(target.head(last), [request.generator for request in requests], sampling)
 
 
-def _step(target: Target, cache: SlotCache, running: dict[int, Request], sampling: Sampling) -> list[int]:
-    """One pass over all slots; the next token of each running one."""
-    slots = list(running)
-    ids = torch.zeros(len(cache.lengths), 1, dtype=torch.int64)
-    ids[slots, 0] = torch.tensor([running[slot].tokens[-1] for slot in slots])
-    seen = torch.arange(cache.length() + 1) <= cache.lengths[:, None]
-    output = target.forward(
-        ids.to(target.device),
-        cache=cache,
-        positions=cache.lengths[:, None].to(target.device),
-        mask=seen[:, None].to(target.device),
-        last_hidden=True,
-    )
-    cache.advance()
-    assert output.last_hidden is not None
-    hidden = output.last_hidden[torch.tensor(slots), 0]
-    return draw(target.head(hidden), [running[slot].generator for slot in slots], sampling)
+def _missing(request: Request, length: int) -> Tensor:
+    """What a cache of `length` positions lacks of a request: the rest of its prompt, or the token drawn last."""
+    return torch.tensor(request.tokens[-1:]) if request.tokens else request.prompt[length:]
 
 
 def draw(logits: Tensor, generators: Sequence[torch.Generator | None], sampling: Sampling) -> list[int]:

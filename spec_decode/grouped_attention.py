@@ -1,7 +1,8 @@
 """Attention under a tree mask for Hugging Face models, without a copy of keys and values for each query head.
 
 transformers' `sdpa` repeats keys and values of grouped queries as soon as there is a mask, in every layer of every
-pass. On a CPU torch's own grouped attention takes them as they are, with the same result and half the time.
+pass. On a CPU torch's own grouped attention takes them as they are, with the same result and half the time; one token
+of many sequences takes half of that again, as its heads are multiplied group by group.
 """
 
 from __future__ import annotations
@@ -31,9 +32,13 @@ def _attend(
     plain = not options.get("dropout") and all(options.get(name) is None for name in _SPECIAL)
     if attention_mask is None or query.device.type != "cpu" or not plain:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    batch, heads, tokens, _ = query.shape
+    if tokens == 1 and attention_mask.shape[1] == 1:
+        # The heads of a group see the same keys through the same mask, as several tokens would: one product for all.
+        query = query.reshape(batch, key.shape[1], -1, query.shape[3])
     scale = options.get("scaling")
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scale, enable_gqa=True)
-    return out.transpose(1, 2).contiguous(), None
+    return out.reshape(batch, heads, tokens, -1).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, _attend)

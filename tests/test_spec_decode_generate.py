@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from spec_decode import generate as generation
+from spec_decode.cache import SlotCache
 from spec_decode.decode import plain_decode
 from spec_decode.errors import DraftwrightError
 from spec_decode.generate import Request, generate
@@ -79,17 +80,55 @@ def test_no_prefill_is_larger_than_allowed(target, monkeypatch):
     """A long prompt behind short ones waits for a pass of its own."""
     monkeypatch.setattr(generation, "PREFILL_TOKENS", 24)
     prompts = [[9, 10]] * 5 + [[11] * 30] + [[12] * 3] * 9 + [[13] * 20, [14] * 20]
-    sizes, prefill = [], generation._prefill
+    sizes, start = [], SlotCache.start
 
-    def watched(target, cache, slots, batch, sampling):
-        sizes.append([request.prompt.numel() for request in batch])
-        return prefill(target, cache, slots, batch, sampling)
+    def watched(cache, first, prompts):
+        sizes.append([prompt.numel() for prompt in prompts])
+        start(cache, first, prompts)
 
-    monkeypatch.setattr(generation, "_prefill", watched)
+    monkeypatch.setattr(SlotCache, "start", watched)
     found = answer(target, prompts, slots=16)
-    assert sizes == [[2] * 5, [30], [3] * 8, [3], [20], [20]]
+    assert sizes == [[2], [2] * 4, [30], [3] * 8, [3], [20], [20]]
     for key, prompt in enumerate(prompts):
         assert found[key].tokens == plain_decode(target, prompt, max_new_tokens=min(12, 40 - len(prompt))).tokens
+
+
+def watch_passes(target, monkeypatch):
+    """Rows and columns of each pass that the target runs from now on."""
+    shapes, forward = [], target.forward
+
+    def watched(ids, **more):
+        shapes.append(tuple(ids.shape))
+        return forward(ids, **more)
+
+    monkeypatch.setattr(target, "forward", watched)
+    return shapes
+
+
+def test_a_prompt_starts_from_what_a_slot_holds(target, monkeypatch):
+    """Three prompts begin with the same 8 tokens; the last one is the first chat's second turn, with the longest."""
+    prompts = [[*range(20, 28), 9, 10], [*range(20, 28), 11], [*range(20, 28), 12, 13, 14]]
+    shapes = watch_passes(target, monkeypatch)
+    waiting = [Request(key, torch.tensor(prompt), seed=0) for key, prompt in enumerate(prompts)]
+    found: dict[int, Request] = {}
+    for one in generate(
+        target, lambda: waiting.pop(0) if waiting else None, slots=3, room=60, max_new_tokens=6, sampling=GREEDY
+    ):
+        found[one.key] = one
+        if one.key == 0 and len(prompts) == 3:
+            prompts.append([*prompts[0], *one.tokens, 30, 31])
+            waiting.append(Request(3, torch.tensor(prompts[3]), seed=0))
+    # the first alone; 8 of 9 and of 11 tokens are held; 10 + 5 of the next turn's 18, as the last answer was not run
+    assert shapes == [(1, 10), (2, 3), *[(3, 1)] * 5, (1, 3), *[(1, 1)] * 5]
+    monkeypatch.undo()
+    for key, prompt in enumerate(prompts):
+        assert found[key].tokens == plain_decode(target, prompt, max_new_tokens=6).tokens
+
+
+def test_a_pass_runs_the_slots_in_use_alone(target, monkeypatch):
+    shapes = watch_passes(target, monkeypatch)
+    answer(target, [[9] * 36, [10] * 38, [11] * 33, [12] * 37], slots=8, room=40)  # 4, 2, 7 and 3 tokens of room
+    assert [rows for rows, columns in shapes if columns == 1] == [4, 3, 2, 1, 1, 1]
 
 
 def test_a_slot_without_a_request_takes_no_room(target):

@@ -28,6 +28,18 @@ def test_the_same_states_as_with_sdpa(tiny_llama, dtype, monkeypatch):
     assert torch.equal(grouped, states())
 
 
+def test_one_token_of_many_sequences_sees_what_each_head_would():
+    """query [3, 6, 1, 8] over two key heads of 5 positions, of which the rows see 1, 5 and 3."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, heads, tokens, 8).double() for heads, tokens in ((6, 1), (2, 5), (2, 5)))
+    seen = torch.arange(5) < torch.tensor([1, 5, 3])[:, None, None, None]
+    mask = torch.zeros(3, 1, 1, 5).double().masked_fill(~seen, float("-inf"))
+    found, _ = grouped_attention._attend(torch.nn.Module(), q, k, v, mask, scaling=0.5)
+    for head in range(6):
+        weights = (0.5 * q[:, head] @ k[:, head // 3].mT + mask[:, 0]).softmax(-1)
+        torch.testing.assert_close(found[:, :, head], weights @ v[:, head // 3], rtol=0, atol=1e-14)
+
+
 def test_other_implementations_are_left_alone(tiny_llama):
     model = tiny_llama()
     model.set_attn_implementation("eager")
