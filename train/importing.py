@@ -20,6 +20,7 @@ from conf import plain
 from conf.check import Positive, build
 from spec_decode.errors import DraftwrightError, first_line
 from spec_decode.formats import import_draft
+from spec_decode.formats.eagle3 import EMBEDDINGS
 from train.publish import refuse_full
 
 _MASK = "mask_embedding.pt"  # of some DFlash drafts
@@ -46,6 +47,8 @@ def run_import(cfg: DictConfig) -> None:
         raise DraftwrightError(f"{settings.path} can't be imported: {error}") from error
     draft.save_pretrained(settings.out, readme=_readme(settings.path, name))
     print(f"{type(draft).__name__} imported from {name}'s format to {settings.out}")
+    if any(key.removeprefix("model.") == EMBEDDINGS for key in tensors):
+        print(f"{EMBEDDINGS} was left out: the draft reads its target's, so it differs if it had learned its own")
 
 
 def locate(path: str) -> Path:
