@@ -45,7 +45,8 @@ def main(
         packed.spec = replace(packed.spec, eos_token_ids=())
     plain.model.generation_config.eos_token_id = list(packed.spec.eos_token_ids) or None
     questions = load_prompts("file", file, size * int(batches))
-    prompts = sorted({tuple(encode_prompt(tokenizer, question)) for question in questions}, key=len)
+    distinct = {tuple(encode_prompt(tokenizer, question)) for question in questions}
+    prompts = sorted(map(list, distinct), key=len)
     seconds: dict[str, list[float]] = {"theirs": [], "ours": []}
     for few in [prompts[:2], *[prompts] * RUNS]:  # the first two warm up
         start = time.perf_counter()
@@ -66,7 +67,7 @@ def main(
 def _theirs(
     target: HFTarget,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: list[tuple[int, ...]],
+    prompts: list[list[int]],
     size: int,
     length: int,
     stop: tuple[int, ...],
@@ -87,7 +88,7 @@ def _until(tokens: list[int], stop: tuple[int, ...]) -> list[int]:
     return tokens[: next((i + 1 for i, token in enumerate(tokens) if token in stop), len(tokens))]
 
 
-def _ours(target: HFTarget, prompts: list[tuple[int, ...]], size: int, length: int) -> list[list[int]]:
+def _ours(target: HFTarget, prompts: list[list[int]], size: int, length: int) -> list[list[int]]:
     requests = [Request(key, torch.tensor(prompt), key) for key, prompt in enumerate(prompts)]
     waiting = iter(requests)
     room = max(map(len, prompts)) + length

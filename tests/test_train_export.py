@@ -118,7 +118,9 @@ def test_export_and_import_by_command(
 ) -> None:
     run("export", f"checkpoint={finished / 'draft'}", f"format={name}", f"out={tmp_path / 'out'}", *SMALL)
     run("import", f"path={tmp_path / 'out'}", f"out={tmp_path / 'back'}")
-    assert f"Eagle3Draft imported from {name}'s format to {tmp_path / 'back'}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"Eagle3Draft imported from {name}'s format to {tmp_path / 'back'}" in said
+    assert ("embed_tokens.weight was left out" in said) is (name == "speculators")  # the one that repeats them
     _same(finished / "draft", tmp_path / "back")
     assert not list(tmp_path.glob(".*"))
 
