@@ -106,7 +106,7 @@ def _one_of_two(rank: int, port: int, module: DraftModule, folder: Path, options
     """Process `rank` of `_fit_shards`; the first writes down what came out."""
     os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     logged = _fit(module, folder, processes=2, strategy=ShardedStrategy(), **options)
-    weights = module.finished().state_dict()
+    weights = module.whole_draft().state_dict()
     if rank == 0:
         torch.save({"weights": weights, "logged": logged}, folder / "shards.pt")
 

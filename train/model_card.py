@@ -27,6 +27,7 @@ METHODS: dict[type, str] = {
     DSparkDraft: "dspark",
     PEagleDraft: "p_eagle",
 }
+_IN_VLLM = {PEagleDraft: {"method": "eagle3", "parallel_drafting": True}}  # others go by their method
 _SERVERS = {"vllm": "vLLM", "sglang": "SGLang", "speculators": "vLLM", "safeailab": "EAGLE", "medusa": "Medusa"}
 
 
@@ -132,12 +133,11 @@ def _measured(report: Mapping[str, Any]) -> str:
 
 
 def speculative_config(draft: Any) -> dict[str, Any]:
-    """What vLLM is to be told of the draft, but for its place."""
-    method, k = METHODS[type(draft)], getattr(draft.config, "num_drafts", SPECULATIVE_TOKENS)
-    if method == "medusa":
+    """What vLLM is to be told of a draft whose files lie in FOLDER."""
+    kind, k = type(draft), getattr(draft.config, "num_drafts", SPECULATIVE_TOKENS)
+    if kind is MedusaDraftModel:
         k = min(k, draft.config.num_heads)
-    way = {"method": "eagle3", "parallel_drafting": True} if method == "p_eagle" else {"method": method}
-    return {**way, "num_speculative_tokens": k}
+    return {"method": METHODS[kind], "model": "FOLDER", **_IN_VLLM.get(kind, {}), "num_speculative_tokens": k}
 
 
 def _serve(draft: Any, name: str, target: ServedTarget) -> str:
@@ -148,8 +148,7 @@ def _serve(draft: Any, name: str, target: ServedTarget) -> str:
     if name == "speculators":
         return "vLLM:\n\n    vllm serve FOLDER"
     if name == "vllm":
-        config = json.dumps({"method": speculative.pop("method"), "model": "FOLDER", **speculative})
-        return f"vLLM:\n\n    vllm serve {place} --speculative-config '{config}'"
+        return f"vLLM:\n\n    vllm serve {place} --speculative-config '{json.dumps(speculative)}'"
     if name == "sglang":
         return (
             f"SGLang, with the dtype of your choice for both models:\n\n"

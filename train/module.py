@@ -226,7 +226,7 @@ class DraftModule(LightningModule):
             self.loss,
         )
 
-    def finished(self) -> VocabularyDrafter:
+    def whole_draft(self) -> VocabularyDrafter:
         """The trained draft with whole weights, for which all processes ask together."""
         return whole(self, self.draft, self.target)
 

@@ -128,7 +128,7 @@ def _train(settings: TrainSettings, config: dict[str, Any]) -> dict[str, Any]:
         trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
         record["training_seconds"] = clock.seconds()
         trainer.save_checkpoint(folder / LAST)
-    draft = module.finished()
+    draft = module.whole_draft()
     card = _card(settings, target, record, trainer.global_step)
     if trainer.is_global_zero:
         draft.save_pretrained(folder / "draft", readme=card.text())

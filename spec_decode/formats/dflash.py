@@ -63,8 +63,8 @@ def read_block(config: dict[str, Any], layers: tuple[int, ...] | None) -> dict[s
     """The fields that DFlash and DSpark share; num_drafts isn't among them."""
     refuse_others(config, {"model_type": "qwen3", "is_neox_style": True, "logit_scale": 1})
     own = config.get("dflash_config") or {}
-    refuse_others(own, {"use_swa": False, "attention_sink_bias": False, "attention_value_scale": 1})
-    refuse_others(own, {"sample_from_anchor": False, "use_aux_hidden_state": True})
+    plain = {"use_swa": False, "attention_sink_bias": False, "attention_value_scale": 1}
+    refuse_others(own, plain | {"sample_from_anchor": False, "use_aux_hidden_state": True})
     whole = config | own  # published DSpark drafts have the keys of dflash_config at the top
     for key in ("mask_token_id", "block_size"):
         if whole.get(key) is None:

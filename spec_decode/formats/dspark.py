@@ -46,9 +46,11 @@ def write(config: DSparkConfig, tensors: Mapping[str, Tensor], target: ServedTar
 def read(config: dict[str, Any], tensors: Mapping[str, Tensor], layers: tuple[int, ...] | None) -> DSparkConfig:
     """The draft's config."""
     refuse_others(config, {"markov_head_type": "vanilla", "dspark_draft_topk": None})
-    if config.get("enable_confidence_head"):
-        with_markov = bool(config.get("confidence_head_with_markov"))  # a missing key means false in vLLM
-        refuse_others({"confidence_head_with_markov": with_markov}, {"confidence_head_with_markov": True})
+    if config.get("enable_confidence_head") and not config.get("confidence_head_with_markov"):
+        # A missing key means false in vLLM.
+        raise DraftwrightError(
+            "config.json has confidence_head_with_markov=False, which a draft of Draftwright can't hold (only True)"
+        )
     if config.get("markov_rank") is None:
         raise DraftwrightError("config.json lacks markov_rank, without which a DSpark draft can't be read")
     shifted = config.get("sample_from_anchor", True)
