@@ -45,8 +45,10 @@ def if_bfloat16(then: str, otherwise: str) -> str:
 
 
 def started(pattern: str) -> str:
-    """The time; under torchrun that of its own start, so that its processes share a folder. In YAML: ${started:%Y}."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    """The time; under torchrun or srun that of the parent's start, so that the processes of one machine share a folder
+    (conf/trainer/multinode.yaml is for several machines). In YAML: ${started:%Y}."""
+    together = "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
+    if not together:
         return datetime.now().strftime(pattern)
     return datetime.fromtimestamp(psutil.Process(os.getppid()).create_time()).strftime(pattern)
 

@@ -81,6 +81,8 @@ class Features:
     def batch(self, documents: Sequence[int]) -> Batch:
         if self.store is None:
             return _pack(self.sequences, documents, self._run(documents, self.taps))
+        if any(document not in self.store for document in documents):
+            self.store.refresh()  # another process of a hybrid run may have them by now
         self._keep([document for document in documents if document not in self.store])
         names, dtype = [*map(str, self.taps), LAST], self.target.dtype
         states = [self.store.read(document, names, dtype) for document in documents]

@@ -72,10 +72,8 @@ class StateStore:
         self.dtype = dtype
         self._places: dict[int, tuple[safe_open, int]] = {}  # document -> (shard, first row)
         self._pending: dict[int, States] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            documents = self._documents(path)
-            if documents:
-                self._place(path, documents)
+        self._seen: set[Path] = set()
+        self.refresh()
 
     def __contains__(self, document: int) -> bool:
         return document in self._places or document in self._pending
@@ -83,6 +81,12 @@ class StateStore:
     def missing(self) -> list[int]:
         """The documents whose states are not here."""
         return [document for document in range(len(self.lengths)) if document not in self]
+
+    def refresh(self) -> None:
+        """Take in the shards that other processes have written since the last time."""
+        for path in sorted({*self.folder.glob("*.safetensors")} - self._seen):
+            if documents := self._documents(path):
+                self._place(path, documents)
 
     def read(self, document: int, names: Sequence[str], dtype: torch.dtype) -> list[Tensor]:
         """These states of a document, each [T, H]."""
@@ -133,6 +137,7 @@ class StateStore:
         for document in documents:
             self._places[document] = (shard, row)
             row += self.lengths[document]
+        self._seen.add(path)
 
     def _documents(self, path: Path) -> list[int]:
         """The documents in a shard; a damaged one is deleted and said so, one of another cache holds none."""

@@ -186,3 +186,18 @@ def test_states_of_other_layers_in_a_renamed_folder_are_ignored(
     found = cached_features(target, sequences, (2, 3, 5), tmp_path, "train").batch(DOCUMENTS)
     assert set(captures) == {(2, 3, 5)}
     torch.testing.assert_close(found.features, Features(target, sequences, (2, 3, 5)).batch(DOCUMENTS).features)
+
+
+def test_what_one_process_of_a_hybrid_run_has_stored_another_reads(
+    target: HFTarget, sequences: Sequences, tmp_path: Path, captures: list[Any]
+) -> None:
+    options: dict[str, Any] = {"dtype": "same", "hybrid": True}
+    one, other = (features.cached_features(target, sequences, (2,), tmp_path, "train", **options) for _ in range(2))
+    captures.clear()
+    stored = one.batch([0, 1])  # 14 tokens: a shard
+    one.batch([2])  # 3 tokens, not on disk yet
+    assert captures == [(2,), (2,)]
+    assert same(other.batch([0, 1]), stored)
+    assert captures == [(2,), (2,)]
+    other.batch([2])
+    assert captures == [(2,), (2,), (2,)]

@@ -109,6 +109,7 @@ def test_card_reports_what_was_trained_and_measured(finished: Path) -> None:
     assert f"| held_out | 2 | {numbers['tau']:.2f} | {numbers['speedup']:.2f}" in card
     assert f"vllm serve {finished.parent / 'target'} --speculative-config '" in card
     assert '{"method": "eagle3", "model": "FOLDER", "num_speculative_tokens": 4}' in card
+    assert "SGLang, after an export with `format=sglang`" in card
     assert "vllm serve FOLDER" in (finished / "export" / "speculators" / "README.md").read_text()
 
 
@@ -130,6 +131,7 @@ def test_sglang_card(finished: Path, run: Callable[..., None], tmp_path: Path) -
     card = (tmp_path / "out" / "README.md").read_text()
     assert "--speculative-algorithm EAGLE3 --speculative-draft-model-path FOLDER" in card
     assert "--speculative-num-steps 4 --speculative-eagle-topk 1 --speculative-num-draft-tokens 5" in card
+    assert "vLLM, after an export with `format=vllm`" in card
 
 
 def test_medusa_goes_through_a_pickle_of_tensors(world: Path, run: Callable[..., None], tmp_path: Path) -> None:

@@ -67,11 +67,19 @@ def test_two_processes_share_a_folder_and_write_a_whole_draft(
     torch.testing.assert_close(draft, alone, atol=2e-5, rtol=1e-4)  # as tests/test_train_processes.py
 
 
-def test_the_processes_of_torchrun_agree_on_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+@pytest.mark.parametrize(
+    ("name", "alone", "together"), [("TORCHELASTIC_RUN_ID", None, "none"), ("SLURM_STEP_NUM_TASKS", "1", "2")]
+)
+def test_the_processes_of_one_launch_agree_on_the_time(
+    name: str, alone: str | None, together: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in ("TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(other, raising=False)
+    if alone is not None:
+        monkeypatch.setenv(name, alone)
     before = datetime.now()
     assert before <= datetime.fromisoformat(started("%Y-%m-%d %H:%M:%S.%f")) <= datetime.now()
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv(name, together)
     parent = psutil.Process().parent()
     assert parent is not None
     assert started("%Y-%m-%d_%H-%M-%S.%f") == f"{datetime.fromtimestamp(parent.create_time()):%Y-%m-%d_%H-%M-%S.%f}"

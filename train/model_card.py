@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
-from spec_decode.drafters.block import BlockDraft
-from spec_decode.drafters.dspark import DSparkDraft
-from spec_decode.drafters.eagle import EagleDraft
-from spec_decode.drafters.eagle3 import Eagle3Draft
-from spec_decode.drafters.medusa import MedusaDraftModel
-from spec_decode.drafters.p_eagle import PEagleDraft
-from spec_decode.formats.layout import SPECULATIVE_TOKENS, ServedTarget
+from spec_decode.formats.layout import ServedTarget
 from train.provenance import flat
-
-METHODS: dict[type, str] = {
-    Eagle3Draft: "eagle3",
-    EagleDraft: "eagle",
-    MedusaDraftModel: "medusa",
-    BlockDraft: "dflash",
-    DSparkDraft: "dspark",
-    PEagleDraft: "p_eagle",
-}
-_IN_VLLM = {PEagleDraft: {"method": "eagle3", "parallel_drafting": True}}  # others go by their method
-_SERVERS = {"vllm": "vLLM", "sglang": "SGLang", "speculators": "vLLM", "safeailab": "EAGLE", "medusa": "Medusa"}
+from train.serving import CONSUMERS, METHODS, serving
 
 
 def model_card(draft: Any, name: str, target: ServedTarget, checkpoint: Path) -> str:
@@ -48,7 +31,7 @@ def model_card(draft: Any, name: str, target: ServedTarget, checkpoint: Path) ->
 ---
 # {method} draft for {target.spec.name}
 
-A draft model for speculative decoding, trained with Draftwright and stored as {_SERVERS[name]} reads it
+A draft model for speculative decoding, trained with Draftwright and stored as {CONSUMERS[name]} reads it
 (format={name}). It proposes tokens for `{target.location}` and no other target.
 
 ## Trained on
@@ -61,7 +44,7 @@ A draft model for speculative decoding, trained with Draftwright and stored as {
 
 ## Serve
 
-{_serve(draft, name, target)}
+{serving(draft, name, target)}
 
 FOLDER is the folder of this file. Draftwright reads it back with `python -m train import path=FOLDER out=DRAFT`.
 
@@ -130,43 +113,6 @@ def _measured(report: Mapping[str, Any]) -> str:
             f"tree, {where['max_new_tokens']} new tokens, {where['date'][:10]}. A server's numbers differ.",
         ]
     )
-
-
-def speculative_config(draft: Any) -> dict[str, Any]:
-    """What vLLM is to be told of a draft whose files lie in FOLDER."""
-    kind, k = type(draft), getattr(draft.config, "num_drafts", SPECULATIVE_TOKENS)
-    if kind is MedusaDraftModel:
-        k = min(k, draft.config.num_heads)
-    return {"method": METHODS[kind], "model": "FOLDER", **_IN_VLLM.get(kind, {}), "num_speculative_tokens": k}
-
-
-def _serve(draft: Any, name: str, target: ServedTarget) -> str:
-    """The commands for vLLM and SGLang, or where the format is for neither, how its own code loads it."""
-    method, place = METHODS[type(draft)], shlex.quote(target.location)
-    speculative = speculative_config(draft)
-    k = speculative["num_speculative_tokens"]
-    if name == "speculators":
-        return "vLLM:\n\n    vllm serve FOLDER"
-    if name == "vllm":
-        return f"vLLM:\n\n    vllm serve {place} --speculative-config '{json.dumps(speculative)}'"
-    if name == "sglang":
-        return (
-            f"SGLang, with the dtype of your choice for both models:\n\n"
-            f"    python -m sglang.launch_server --model-path {place} --dtype bfloat16 \\\n"
-            f"      --speculative-algorithm {method.upper()} --speculative-draft-model-path FOLDER \\\n"
-            f"      --speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}"
-        )
-    loaded = {
-        "safeailab": f"EaModel.from_pretrained(use_eagle3={method == 'eagle3'}, base_model_path={target.location!r}, "
-        "ea_model_path=FOLDER)",
-        "medusa": "MedusaModel.from_pretrained(FOLDER)",
-    }
-    return f"In Python, with {_SERVERS[name]}'s own code:\n\n    {loaded[name]}\n\n{_other_servers(method)}"
-
-
-def _other_servers(method: str) -> str:
-    formats = "`format=vllm`" if method == "medusa" else "`format=vllm` and `format=sglang`"
-    return f"For vLLM and SGLang, export the draft again with {formats}."
 
 
 def _read(path: Path) -> dict[str, Any]:

