@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from spec_decode.checkpoint import open_draft, save_draft
 from spec_decode.errors import DraftwrightError
 from spec_decode.growth import DraftVocabulary
 from spec_decode.sampling import GREEDY, Sampling
@@ -88,6 +89,14 @@ def check_sizes(config: SizedConfig, spec: TargetSpec) -> None:
             )
 
 
+def check_draft_vocabulary(draft_vocab_size: int, vocab_size: int) -> None:
+    """Raise DraftwrightError if a draft would propose from more tokens than the target has."""
+    if not 0 <= draft_vocab_size <= vocab_size:
+        raise DraftwrightError(
+            f"draft_vocab_size {draft_vocab_size} exceeds the target's vocabulary of {vocab_size} tokens"
+        )
+
+
 class VocabularyConfig(SizedConfig, Protocol):
     """The config of a draft that proposes from a part of the target's vocabulary."""
 
@@ -133,14 +142,24 @@ class VocabularyDrafter(Drafter):
         """The same, as trees are grown with it."""
         return DraftVocabulary(self.vocabulary(), self.config.vocab_size)
 
-    @abstractmethod
     def init_head(self, head_weight: Tensor) -> None:
-        """Start the draft's own head from the target's rows [V, H] of the draft vocabulary."""
+        """Start the draft's own heads from the target's rows [V, H] of the draft vocabulary."""
+        with torch.no_grad():
+            for weight in self.heads():
+                weight.copy_(head_weight[self.vocabulary().to(head_weight.device)])
 
     @abstractmethod
     def heads(self) -> list[Tensor]:
         """The unembedding [V_draft, H] of each step, or one for all steps."""
 
-    @abstractmethod
     def save_pretrained(self, folder: str | Path, readme: str = "") -> None:
         """Write config.json, model.safetensors and README.md, which `spec_decode.drafters.load_draft` opens."""
+        save_draft(self, Path(folder), readme)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> Self:
+        """Load a folder written by `save_pretrained`.
+
+        Raises DraftwrightError that names the missing, unexpected or wrongly shaped tensor or config key.
+        """
+        return open_draft(cls, Path(folder))

@@ -13,15 +13,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_decode.checkpoint import open_draft, save_draft
-from spec_decode.drafter import VocabularyDrafter, check_sizes
+from spec_decode.drafter import VocabularyDrafter, check_draft_vocabulary, check_sizes
 from spec_decode.errors import DraftwrightError, check_positive, check_type
 from spec_decode.growth import LevelMask, grow
 from spec_decode.layers import FrozenHead, GatedMLP, Rope, attend
@@ -61,10 +59,7 @@ class FeatureDraftConfig:
             )
         if self.head_dim % 2:
             raise DraftwrightError(f"head_dim {self.head_dim} is odd, but rotary positions turn pairs")
-        if self.draft_vocab_size > self.vocab_size:
-            raise DraftwrightError(
-                f"draft_vocab_size {self.draft_vocab_size} exceeds the target's vocabulary of {self.vocab_size} tokens"
-            )
+        check_draft_vocabulary(self.draft_vocab_size, self.vocab_size)
 
     @classmethod
     def for_target(cls, spec: TargetSpec, **changes: Any) -> Self:
@@ -180,10 +175,6 @@ class FeatureDrafter(VocabularyDrafter):
         if self.shares_head:
             self.init_head(target.head_weight())
 
-    def init_head(self, head_weight: Tensor) -> None:
-        with torch.no_grad():
-            self.heads()[0].copy_(head_weight.detach()[self.vocabulary().to(head_weight.device)])
-
     def heads(self) -> list[Tensor]:
         return [self.lm_head.weight]
 
@@ -251,19 +242,6 @@ class FeatureDrafter(VocabularyDrafter):
     def _log_q(self, read: Tensor) -> Tensor:
         """[M, H] -> log-probabilities [M, V_draft]."""
         return self.lm_head(read).float().log_softmax(-1)
-
-    # --- files -----------------------------------------------------------------------------------------------------
-
-    def save_pretrained(self, folder: str | Path, readme: str = "") -> None:
-        save_draft(self, Path(folder), readme)
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path) -> Self:
-        """Load a folder written by `save_pretrained`.
-
-        Raises DraftwrightError that names the missing, unexpected or wrongly shaped tensor or config key.
-        """
-        return open_draft(cls, Path(folder))
 
 
 class TreeStep:

@@ -21,13 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from spec_decode.checkpoint import open_draft, save_draft
 from spec_decode.drafter import VocabularyDrafter, check_sizes
 from spec_decode.errors import check_positive, check_type, type_error
 from spec_decode.feature_drafter import DraftAttention, FeatureDraftConfig, check_mask_token
@@ -221,16 +219,6 @@ class BlockDraft(VocabularyDrafter):
             attended = attend(attention.query(normed, slots), keys, values, visible)
             x = layer.outputs(x, attended)
         return self.outputs(x[None])[0]
-
-    # --- files -----------------------------------------------------------------------------------------------------
-
-    def save_pretrained(self, folder: str | Path, readme: str = "") -> None:
-        save_draft(self, Path(folder), readme)
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path) -> Self:
-        """Load a folder written by `save_pretrained`; errors as in `Eagle3Draft.from_pretrained`."""
-        return open_draft(cls, Path(folder))
 
 
 def _causal(context: int, slots: int, device: torch.device) -> Tensor:

@@ -12,19 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_decode.checkpoint import open_draft, save_draft
-from spec_decode.drafter import VocabularyDrafter, check_sizes
-from spec_decode.errors import DraftwrightError, check_positive, check_type
+from spec_decode.drafter import check_draft_vocabulary, check_sizes
+from spec_decode.errors import check_positive, check_type
 from spec_decode.growth import grow
+from spec_decode.heads_drafter import HeadsDrafter
 from spec_decode.sampling import GREEDY, Sampling
-from spec_decode.target import Target, TargetOutput, TargetSpec
+from spec_decode.target import Target, TargetSpec
 from spec_decode.tree import Tree, TreePlan
 
 
@@ -42,10 +41,7 @@ class HydraConfig:
     def __post_init__(self) -> None:
         check_positive(hidden_size=self.hidden_size, vocab_size=self.vocab_size, num_heads=self.num_heads)
         check_positive(draft_vocab_size=self.draft_vocab_size)
-        if self.draft_vocab_size > self.vocab_size:
-            raise DraftwrightError(
-                f"draft_vocab_size {self.draft_vocab_size} exceeds the target's vocabulary of {self.vocab_size} tokens"
-            )
+        check_draft_vocabulary(self.draft_vocab_size, self.vocab_size)
 
     @classmethod
     def for_target(cls, spec: TargetSpec, **changes: Any) -> Self:
@@ -79,11 +75,10 @@ class HydraHead(nn.Module):
         return self.residual(inputs) + F.silu(self.linear(inputs))
 
 
-class HydraDraft(VocabularyDrafter):
-    """See the module's docstring. The state between rounds is the last row of target states [H]."""
+class HydraDraft(HeadsDrafter):
+    """See the module's docstring."""
 
     config: HydraConfig
-    needs_last_hidden = True
 
     def __init__(self, config: HydraConfig) -> None:
         check_type("config", config, HydraConfig, "a HydraConfig")
@@ -97,19 +92,10 @@ class HydraDraft(VocabularyDrafter):
         check_sizes(self.config, target.spec)
         self._embed = target.embed
 
-    def init_head(self, head_weight: Tensor) -> None:
-        with torch.no_grad():
-            for weight in self.heads():
-                weight.copy_(head_weight[self.vocabulary().to(head_weight.device)])
-
     def heads(self) -> list[Tensor]:
         return [head.lm_head.weight for head in self.hydra]  # type: ignore[union-attr,misc]
 
     # --- decoding --------------------------------------------------------------------------------------------------
-
-    def start(self, output: TargetOutput, ids: Tensor) -> Tensor:
-        assert output.last_hidden is not None
-        return output.last_hidden[0, -1]
 
     def propose(
         self,
@@ -130,20 +116,6 @@ class HydraDraft(VocabularyDrafter):
             sampling=sampling,
             generator=generator,
         )
-
-    def commit(self, state: Tensor, tree: Tree, path: Tensor, output: TargetOutput) -> Tensor:
-        assert output.last_hidden is not None
-        return output.last_hidden[0, path[-1]]
-
-    # --- files -----------------------------------------------------------------------------------------------------
-
-    def save_pretrained(self, folder: str | Path, readme: str = "") -> None:
-        save_draft(self, Path(folder), readme)
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path) -> Self:
-        """Load a folder written by `save_pretrained`; errors as in `Eagle3Draft.from_pretrained`."""
-        return open_draft(cls, Path(folder))
 
 
 class _TreeStep:

@@ -11,19 +11,18 @@ product of the heads' best tokens (section 2.1.2).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_decode.checkpoint import open_draft, save_draft
-from spec_decode.drafter import VocabularyDrafter, check_sizes
+from spec_decode.drafter import check_draft_vocabulary, check_sizes
 from spec_decode.errors import DraftwrightError, check_positive, check_type
 from spec_decode.growth import grow, same_children
+from spec_decode.heads_drafter import HeadsDrafter
 from spec_decode.sampling import GREEDY, Sampling
-from spec_decode.target import Target, TargetOutput, TargetSpec
+from spec_decode.target import Target, TargetSpec
 from spec_decode.tree import Tree, TreePlan
 
 
@@ -46,10 +45,7 @@ class MedusaConfig:
         check_type("draft_vocab_size", self.draft_vocab_size, int, "an int")
         if self.num_layers < 0:
             raise DraftwrightError(f"num_layers must be at least 0, got {self.num_layers}")
-        if not 0 <= self.draft_vocab_size <= self.vocab_size:
-            raise DraftwrightError(
-                f"draft_vocab_size {self.draft_vocab_size} exceeds the target's vocabulary of {self.vocab_size} tokens"
-            )
+        check_draft_vocabulary(self.draft_vocab_size, self.vocab_size)
         object.__setattr__(self, "draft_vocab_size", self.draft_vocab_size or self.vocab_size)
 
     @classmethod
@@ -92,11 +88,10 @@ class MedusaHead(nn.Module):
         return self.lm_head(self.blocks(hidden))
 
 
-class MedusaDraftModel(VocabularyDrafter):
-    """See the module's docstring. Decode with `speculative_decode`; the state is the last row of target states [H]."""
+class MedusaDraftModel(HeadsDrafter):
+    """See the module's docstring. Decode with `speculative_decode`."""
 
     config: MedusaConfig
-    needs_last_hidden = True
 
     def __init__(self, config: MedusaConfig) -> None:
         check_type("config", config, MedusaConfig, "a MedusaConfig")
@@ -113,19 +108,10 @@ class MedusaDraftModel(VocabularyDrafter):
         check_type("hidden", hidden, Tensor, "a tensor [..., H]")
         return torch.stack([head(hidden) for head in self.medusa])
 
-    def init_head(self, head_weight: Tensor) -> None:
-        with torch.no_grad():
-            for weight in self.heads():
-                weight.copy_(head_weight[self.vocabulary().to(head_weight.device)])
-
     def heads(self) -> list[Tensor]:
         return [head.lm_head.weight for head in self.medusa]  # type: ignore[union-attr,misc]
 
     # --- decoding --------------------------------------------------------------------------------------------------
-
-    def start(self, output: TargetOutput, ids: Tensor) -> Tensor:
-        assert output.last_hidden is not None
-        return output.last_hidden[0, -1]
 
     def propose(
         self,
@@ -140,17 +126,3 @@ class MedusaDraftModel(VocabularyDrafter):
         levels = (head(hidden).float().log_softmax(-1) for head in self.medusa)  # a shallow plan leaves heads alone
         first, step, vocabulary = next(levels), same_children(levels), self.draft_vocabulary()
         return grow(first, step, plan, root, vocabulary, sampling=sampling, generator=generator)
-
-    def commit(self, state: Tensor, tree: Tree, path: Tensor, output: TargetOutput) -> Tensor:
-        assert output.last_hidden is not None
-        return output.last_hidden[0, path[-1]]
-
-    # --- files -----------------------------------------------------------------------------------------------------
-
-    def save_pretrained(self, folder: str | Path, readme: str = "") -> None:
-        save_draft(self, Path(folder), readme)
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path) -> Self:
-        """Load a folder written by `save_pretrained`; errors as in `Eagle3Draft.from_pretrained`."""
-        return open_draft(cls, Path(folder))
