@@ -149,3 +149,22 @@ def train_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         main()
 
     return run
+
+
+@pytest.fixture
+def refused_early(
+    train_in: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Callable[..., str]:
+    """refused_early(world, *words): the sentence that training ends with before it captures anything."""
+
+    def call(world: Path, *words: str) -> str:
+        monkeypatch.setattr("train.run.cached_features", lambda *_, **__: pytest.fail("states were captured"))
+        with pytest.raises(SystemExit) as ended:
+            train_in(world, *words, f"output_dir={tmp_path}", "logger=none")
+        assert ended.value.code == 2
+        return capsys.readouterr().err.strip().splitlines()[-1].removeprefix("train: ")
+
+    return call

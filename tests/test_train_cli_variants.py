@@ -121,16 +121,6 @@ def test_eagle_stopped_and_continued_ends_with_the_same_bits(
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
 def test_wrong_values_of_variants_are_one_sentence_before_anything_is_captured(
-    words: list[str],
-    message: str,
-    world: Path,
-    train_in: Callable[..., None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: list[str], message: str, world: Path, refused_early: Callable[..., str]
 ) -> None:
-    monkeypatch.setattr("train.run.cached_features", lambda *_, **__: pytest.fail("states were captured"))
-    with pytest.raises(SystemExit) as ended:
-        train_in(world, *words, f"output_dir={tmp_path}", "logger=none")
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.strip().splitlines()[-1].startswith(f"train: {message}")
+    assert refused_early(world, *words).startswith(message)
