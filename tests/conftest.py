@@ -161,7 +161,7 @@ def refused_early(
     """refused_early(world, *words): the sentence that training ends with before it captures anything."""
 
     def call(world: Path, *words: str) -> str:
-        monkeypatch.setattr("train.run.cached_features", lambda *_, **__: pytest.fail("states were captured"))
+        monkeypatch.setattr("train.inputs.cached_features", lambda *_, **__: pytest.fail("states were captured"))
         with pytest.raises(SystemExit) as ended:
             train_in(world, *words, f"output_dir={tmp_path}", "logger=none")
         assert ended.value.code == 2

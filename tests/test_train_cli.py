@@ -317,7 +317,7 @@ def test_right_values_and_keys_of_lightning_get_as_far_as_the_target(
 def test_what_the_target_cannot_do_is_refused_before_the_data(
     composed: DictConfig, word: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "prepare", _raise(Opened()))
+    monkeypatch.setattr("train.inputs.prepare", _raise(Opened()))
     with pytest.raises(DraftwrightError, match=expected):
         run.train(_changed(composed, word, f"output_dir={tmp_path}"))
 
@@ -339,7 +339,7 @@ def test_what_the_target_cannot_do_is_refused_before_the_data(
 def test_continuing_with_other_settings_is_refused(
     composed: DictConfig, finished: Path, word: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "prepare", _raise(Opened()))
+    monkeypatch.setattr("train.inputs.prepare", _raise(Opened()))
     with pytest.raises(DraftwrightError, match=re.escape(f"was written with another {key}")):
         run.train(_changed(composed, word, f"ckpt_path={finished / 'last.ckpt'}", f"output_dir={tmp_path}"))
 
@@ -420,7 +420,7 @@ def test_a_language_model_is_distilled_stopped_and_continued(
 
 
 def test_a_language_model_scores_the_whole_vocabulary(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "prepare", _raise(Opened()))
+    monkeypatch.setattr("train.inputs.prepare", _raise(Opened()))
     with pytest.raises(DraftwrightError, match=r"draft_vocab_size 40 is not possible.* use draft_vocab_size=null"):
         run.train(_composed(world, "leviathan"))
 

@@ -26,11 +26,9 @@ from wandb.errors import Error as WandbError
 
 from conf import build_section, plain
 from conf.check import build
-from data.batch import Sequences
-from data.features import Features, FeatureSource, NoFeatures, cached_features
 from data.module import DraftDataModule
-from data.prepare import Prepared, prepare
-from data.vocabulary import DraftVocabulary, build_draft_vocabulary, structure_tokens
+from data.prepare import Prepared
+from data.vocabulary import DraftVocabulary
 from spec_decode.drafter import VocabularyDrafter
 from spec_decode.errors import DraftwrightError, first_line
 from spec_decode.formats import export_draft, find_layout
@@ -40,6 +38,8 @@ from train.callbacks import KeepRandomState, LogProgress, StepCheckpoint, StopOn
 from train.checks import check_draft, check_fit, check_module, check_strategy, place, try_optimizer, try_trainer
 from train.draft import build_draft
 from train.export import Card, write_readme
+from train.inputs import data_record, open_datamodule, prepare_chats
+from train.module import DraftModule
 from train.nonfinite import GuardSteps
 from train.processes import first_process_speaks, in_turn
 from train.provenance import command_line, hyperparameters, provenance, write_record
@@ -102,13 +102,13 @@ def _train(settings: TrainSettings, config: dict[str, Any]) -> dict[str, Any]:
     if checkpoint:
         refuse_changes(checkpoint, then, now | {key: then.get(key) for key in OF_THE_DATA})  # these once they are read
     with one_at_a_time():
-        prepared, vocabulary = _prepare(settings, target, tokenizer)
+        prepared, vocabulary = prepare_chats(settings, target, tokenizer)
     if start is not None:
         vocabulary = DraftVocabulary(start.vocabulary(), target.spec.vocab_size)
     now |= data_identity(prepared.train, vocabulary.ids)
     if checkpoint:
         refuse_changes(checkpoint, then, now)
-    record["data"] = _data_record(settings, prepared, vocabulary)
+    record["data"] = data_record(settings, prepared, vocabulary)
     write_record(folder, "run.json", record)
     if logger:
         logger.log_hyperparams(hyperparameters({"data": record["data"]}))
@@ -121,36 +121,67 @@ def _train(settings: TrainSettings, config: dict[str, Any]) -> dict[str, Any]:
         export_draft(draft, name, served(source, target))  # says now what a format can't hold
     module = module_factory(draft=draft, target=target)
     with one_at_a_time():
-        datamodule = _datamodule(settings, target, prepared, draft.taps)  # may capture for long
+        datamodule = open_datamodule(settings, target, prepared, draft.taps)  # may capture for long
     clock = TrainingTime()
     trainer = _trainer(settings, datamodule, logger, [RememberSettings(now), clock])
     with _plain_interrupt():
         trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
         record["training_seconds"] = clock.seconds()
         trainer.save_checkpoint(folder / LAST)
+    opened = _Opened(source, target, tokenizer, prepared, tree)
+    return _finish(settings, opened, record, trainer, module, datamodule, logger)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Opened:
+    """What training read: the target, the chats, the tree that the draft will be measured with."""
+
+    source: TargetSource
+    target: HFTarget
+    tokenizer: PreTrainedTokenizerBase
+    prepared: Prepared
+    tree: TreePlan
+
+
+def _finish(
+    settings: TrainSettings,
+    opened: _Opened,
+    record: dict[str, Any],
+    trainer: Trainer,
+    module: DraftModule,
+    datamodule: DraftDataModule,
+    logger: Any,
+) -> dict[str, Any]:
+    """Write the draft, measure it, export it. What is done by then stays if the next step fails."""
+    folder = settings.output_dir
     draft = module.whole_draft()
-    card = _card(settings, target, record, trainer.global_step)
+    card = _card(settings, opened.target, record, trainer.global_step)
     if trainer.is_global_zero:
         draft.save_pretrained(folder / "draft", readme=card.text())
     print(f"draft written to {folder / 'draft'}")
     metrics = _heldout_metrics(trainer, module, datamodule)
     if not trainer.is_global_zero:
         return {"metrics": metrics, "eval": None, "draft": str(folder / "draft")}
-    tuned = module.export_target(folder / f"{target.spec.name}-{settings.variant.name}", tokenizer)
+    name = f"{opened.target.spec.name}-{settings.variant.name}"
+    tuned = module.export_target(folder / name, opened.tokenizer)
     if tuned is not None:
         print(f"tuned target written to {tuned}")
-        source = dataclasses.replace(source, path=str(tuned), package=None)
-        target, tokenizer = open_target(source)
-        card = dataclasses.replace(card, tuned=True, choose_target=_choose_target(source.path))
+        opened = _with_target(opened, dataclasses.replace(opened.source, path=str(tuned), package=None))
+        card = dataclasses.replace(card, tuned=True, choose_target=_choose_target(opened.source.path))
     write_readme(folder / "draft", dataclasses.replace(card, metrics=metrics))
     write_record(folder, "run.json", {**record, "metrics": metrics})
-    report = _evaluate(settings, source, target, tokenizer, draft, prepared, tree, record["training_seconds"])
+    report = _evaluate(settings, opened, draft, record["training_seconds"])
     if isinstance(logger, WandbLogger):
         parameters = sum(parameter.numel() for parameter in draft.parameters())
         report_to_wandb(logger.experiment, settings.variant.name, folder, parameters, report or {})
     for name in settings.exports:
-        write_export(folder / "draft", name, served(source, target), folder / "export" / name)
+        write_export(folder / "draft", name, served(opened.source, opened.target), folder / "export" / name)
     return {"metrics": metrics, "eval": report, "draft": str(folder / "draft")}
+
+
+def _with_target(opened: _Opened, source: TargetSource) -> _Opened:
+    target, tokenizer = open_target(source)
+    return dataclasses.replace(opened, source=source, target=target, tokenizer=tokenizer)
 
 
 def _quiet_lightning() -> None:
@@ -178,71 +209,6 @@ def _module_factory(settings: TrainSettings) -> Any:
     factory = instantiate(settings.module, _convert_="all")
     try_optimizer(factory)
     return factory
-
-
-def _prepare(
-    settings: TrainSettings, target: HFTarget, tokenizer: PreTrainedTokenizerBase
-) -> tuple[Prepared, DraftVocabulary]:
-    """Training and held-out sequences, and the draft vocabulary.
-
-    Counting tokens costs little beside training on them, so the vocabulary is counted on more conversations.
-    """
-    counted = settings.vocabulary_tokens if settings.draft_vocab_size else 0
-    prepared = prepare(
-        tokenizer,
-        settings.dataset,
-        max_length=settings.max_length,
-        train_tokens=settings.train_tokens and max(settings.train_tokens, counted),
-        heldout_tokens=settings.heldout_tokens,
-        cache_dir=settings.cache_dir,
-    )
-    print("\n".join(prepared.report.lines()))
-    forced = structure_tokens(tokenizer, target.spec.eos_token_ids)
-    vocabulary = build_draft_vocabulary(prepared.train, settings.draft_vocab_size, target.spec.vocab_size, forced)
-    if settings.train_tokens:
-        prepared = dataclasses.replace(prepared, train=prepared.train.prefix(settings.train_tokens))
-    return prepared, vocabulary
-
-
-def _data_record(settings: TrainSettings, prepared: Prepared, vocabulary: DraftVocabulary) -> dict[str, Any]:
-    """What was trained on, as JSON; prints the sizes. covered: share of supervised tokens in the draft vocabulary."""
-    sides = {
-        name: {
-            "conversations": len(side),
-            "tokens": side.ids.numel(),
-            "supervised_tokens": int(side.loss_mask.sum()),
-            "covered": vocabulary.coverage(side),
-        }
-        for name, side in (("train", prepared.train), ("heldout", prepared.heldout))
-    }
-    train, heldout = sides["train"], sides["heldout"]
-    print(
-        f"training on {train['conversations']:,} conversations, {train['tokens']:,} tokens; the draft vocabulary of "
-        f"{len(vocabulary):,} covers {train['covered']:.2%} of the supervised tokens there and "
-        f"{heldout['covered']:.2%} of the held-out ones"
-    )
-    return {"source": settings.dataset.place(), **sides, "dropped_rows": dict(prepared.report.dropped)}
-
-
-def _datamodule(
-    settings: TrainSettings, target: HFTarget, prepared: Prepared, taps: tuple[int, ...]
-) -> DraftDataModule:
-    def features(name: str, sequences: Sequences) -> FeatureSource:
-        if settings.features == "none":
-            return NoFeatures(sequences)
-        if settings.features == "online":
-            return Features(target, sequences, taps)
-        hybrid, dtype = settings.features == "hybrid", settings.features_dtype
-        return cached_features(target, sequences, taps, settings.cache_dir, name, dtype=dtype, hybrid=hybrid)
-
-    return DraftDataModule(
-        features("train", prepared.train.trimmed()),
-        features("heldout", prepared.heldout.trimmed()),
-        tokens_per_batch=settings.tokens_per_batch,
-        seed=settings.seed,
-        epochs=settings.epochs,
-        max_steps=settings.max_steps,
-    )
 
 
 def _logger(settings: TrainSettings, record: dict[str, Any]) -> Any:
@@ -335,14 +301,7 @@ def _choose_target(path: str | None) -> str:
 
 
 def _evaluate(
-    settings: TrainSettings,
-    source: TargetSource,
-    target: HFTarget,
-    tokenizer: PreTrainedTokenizerBase,
-    draft: VocabularyDrafter,
-    prepared: Prepared,
-    tree: TreePlan,
-    training_seconds: float,
+    settings: TrainSettings, opened: _Opened, draft: VocabularyDrafter, training_seconds: float
 ) -> dict[str, Any] | None:
     """Decode held-out prompts with and without the draft. The one place where training starts evaluation."""
     from eval.run import evaluate, fit_draft
@@ -351,18 +310,19 @@ def _evaluate(
     if not settings.eval.enabled or not settings.eval.limit:
         return None
     folder = settings.output_dir
-    if not prepared.heldout_prompts:
+    prompts = opened.prepared.heldout_prompts[: settings.eval.limit]
+    if not prompts:
         print(f"nothing is held out, so the draft is not decoded: use python -m eval checkpoint={folder / 'draft'}")
         return None
-    if getattr(torch, settings.eval.dtype) != target.dtype:
-        target, tokenizer = open_target(dataclasses.replace(source, dtype=settings.eval.dtype))
-    fit_draft(draft, target, tokenizer, str(folder / "draft"))
+    if getattr(torch, settings.eval.dtype) != opened.target.dtype:
+        opened = _with_target(opened, dataclasses.replace(opened.source, dtype=settings.eval.dtype))
+    fit_draft(draft, opened.target, opened.tokenizer, str(folder / "draft"))
     return evaluate(
-        target,
-        tokenizer,
+        opened.target,
+        opened.tokenizer,
         draft,
-        {"held_out": prepared.heldout_prompts[: settings.eval.limit]},
-        tree=tree,
+        {"held_out": prompts},
+        tree=opened.tree,
         max_new_tokens=settings.eval.max_new_tokens,
         sampling=Sampling(temperature=settings.eval.temperature),
         seed=settings.seed,
